@@ -11,12 +11,12 @@ from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
 from tensordict import TensorDictBase
 
-from funcollect.arguments import check_kind, check_positive
+from funcollect.arguments import check_keys, check_kind, check_positive
 from funcollect.buffers.replay import ReplayBuffer
 from funcollect.datasets.episodes import (
+    ACTION,
     INFO,
     REWARD,
     TERMINATED,
@@ -25,9 +25,9 @@ from funcollect.datasets.episodes import (
     Part,
     batches_of,
     episode_columns,
+    extra,
     parts_of,
 )
-from funcollect.envs.base import import_extra
 from funcollect.envs.host.plain_spaces import plain_actions, plain_observations
 from funcollect.files import replacing
 from funcollect.protocols import Env
@@ -35,7 +35,7 @@ from funcollect.specs import Leaf, Space, assemble, disassemble, observation_lea
 from funcollect.tree import flatten
 
 _MAIN, _META = "main_data.hdf5", "metadata.json"  # Minari's names
-_ID = re.compile(r"([\w-]+/)*[\w:.-]+-v\d+")
+_ID = re.compile(r"([\w-]+/)*[\w-]+-v\d+")
 _AT_ONCE = 64  # episodes read by one call
 
 
@@ -51,9 +51,9 @@ def write_minari(
     """Write the whole episodes of a run as a dataset of Minari's, and return their number of frames.
 
     Episodes are joined across batches; those that have not ended are left out. Observations, terminal ones included,
-    have the dtype of the batches; infos have zeros for the reset, which batches lack; one-hot actions are written as
-    integers, and other outputs of the policy not at all. Once a part is full, it is a file beside the main one, which
-    links it: memory does not grow with the run, and what is linked can be read even if the program is killed later.
+    get the dtypes of the space; infos have zeros for the reset, which batches lack; one-hot actions become integers,
+    and other outputs of the policy are left out. Once a part is full, it is a file beside the main one, which links it:
+    memory does not grow with the run, and what is linked can be read even if the program is killed later.
 
     Args:
         path_or_id: a folder, for ``minari.MinariDataset(folder)``; or an id of Minari's, such as
@@ -77,92 +77,64 @@ def write_minari(
     """
     check_kind("metadata", metadata, (Mapping, type(None)), "pass a dict of entries, or leave it out")
     folder, name = _place(path_or_id)
-    parts = parts_of(batches, env, seed, frames_per_part, folder)
-    authors = {key: [each] for key, each in (metadata or {}).items() if key.startswith("author") and type(each) is str}
-    writer = _Writer(folder, env, {"dataset_id": name, **(metadata or {}), **authors})
-    return sum(map(writer.add, parts))
+    about = {"dataset_id": name, "minari_version": extra("minari").__version__, **(metadata or {})}
+    about |= {key: [each] for key, each in about.items() if key.startswith("author") and isinstance(each, str)}
+    about |= {"total_episodes": 0, "total_steps": 0}
+    for number, part in enumerate(parts_of(batches, env, seed, frames_per_part, folder)):
+        _write(folder, f"part-{number:05}", part, env, about)
+    return int(about["total_steps"])
 
 
 def _place(path_or_id: Any) -> tuple[FilePath, str]:
     """The folder of a dataset's data, and its id."""
     check_kind("path_or_id", path_or_id, (str, os.PathLike), "pass a folder, or an id of Minari's")
-    minari = import_extra("minari", "minari", "data")
     if isinstance(path_or_id, str) and _ID.fullmatch(path_or_id):
-        return FilePath(minari.storage.get_dataset_path(path_or_id), "data"), path_or_id
+        return FilePath(extra("minari").storage.get_dataset_path(path_or_id), "data"), path_or_id
     name = re.sub(r"[^\w-]+", "-", FilePath(path_or_id).resolve().name).strip("-") or "dataset"
     return FilePath(path_or_id), name if re.search(r"-v\d+$", name) else f"{name}-v0"
 
 
-class _Writer:
-    """Writes parts by Minari, each in a folder of its own, and links their episodes in the main file."""
-
-    def __init__(self, folder: FilePath, env: Env, about: Mapping[str, Any]) -> None:
-        self._folder, self._env, self._about = folder, env, about
-        self._parts, self._episodes, self._frames = 0, 0, 0
-        floating = {leaf.dtype for leaf in env.observation_leaves if leaf.dtype.kind == "f"} or {np.dtype(np.float32)}
-        self._space = _recorded(env.observation_space, *floating)
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def add(self, part: Part) -> int:
-        """Write a part, and only then let the main file and the counts show it; return its number of frames."""
-        from minari.dataset.minari_storage import MinariStorage
-
-        h5py, name, fresh = import_extra("h5py", "h5py", "data"), f"part-{self._parts:05}", self._folder / ".part"
-        fresh.mkdir()
-        own = {"observation_space": self._space, "action_space": self._env.action_spec.space}
-        storage = MinariStorage.new(fresh, **own, env_spec=getattr(self._env, "spec", None), jpeg_encoding=False)
-        storage.update_episodes(_buffers(part, self._env))
-        about = json.loads((fresh / _META).read_text())
-        fresh.rename(self._folder / name)
-        with replacing(self._folder / _MAIN) as copy:
-            if self._parts:
-                shutil.copyfile(self._folder / _MAIN, copy)
-            with h5py.File(copy, "a", track_order=True) as file:
-                for number in range(len(part.ends)):
-                    link = h5py.ExternalLink(f"{name}/{_MAIN}", f"/episode_{number}")
-                    file[f"episode_{self._episodes + number}"] = link
-        self._parts, self._episodes = self._parts + 1, self._episodes + len(part.ends)
-        self._frames += int(part.ends[-1])
-        about |= {"minari_version": import_extra("minari", "minari", "data").__version__, **self._about}
-        about |= {"total_episodes": self._episodes, "total_steps": self._frames}
-        with replacing(self._folder / _META) as file:
-            file.write_text(json.dumps(about))
-        return int(part.ends[-1])
-
-
-def _recorded(space: Space, floating: np.dtype[Any]) -> Space:
-    """The space with boxes of the dtype that batches have."""
-    match space:
-        case spaces.Dict():
-            return spaces.Dict({name: _recorded(child, floating) for name, child in space.spaces.items()})
-        case spaces.Tuple():
-            return spaces.Tuple([_recorded(child, floating) for child in space.spaces])
-        case spaces.Box() if np.dtype(space.dtype).kind == "f" and space.dtype != floating:
-            with np.errstate(over="ignore"):
-                return spaces.Box(space.low.astype(floating), space.high.astype(floating), dtype=floating.type)  # type: ignore[arg-type]
-    return space
+def _write(folder: FilePath, name: str, part: Part, env: Env, about: dict[str, Any]) -> None:
+    """Write a part by Minari in a folder of its own, and only then let the main file and the counts show it."""
+    storages, h5py, fresh = extra("minari.dataset.minari_storage"), extra("h5py"), folder / ".part"
+    fresh.mkdir(parents=True)
+    own = (env.observation_space, env.action_spec.space, getattr(env, "spec", None))
+    storages.MinariStorage.new(fresh, *own, jpeg_encoding=False).update_episodes(_buffers(part, env))
+    written = json.loads((fresh / _META).read_text())
+    fresh.rename(folder / name)
+    with replacing(folder / _MAIN) as copy:
+        if (folder / _MAIN).exists():
+            shutil.copyfile(folder / _MAIN, copy)
+        with h5py.File(copy, "a", track_order=True) as file:
+            for number in range(len(part.ends)):
+                link = h5py.ExternalLink(f"{name}/{_MAIN}", f"/episode_{number}")
+                file[f"episode_{about['total_episodes'] + number}"] = link
+    about["total_episodes"] += len(part.ends)
+    about["total_steps"] += int(part.ends[-1])
+    with replacing(folder / _META) as copy:
+        copy.write_text(json.dumps(written | about))
 
 
 def _buffers(part: Part, env: Env) -> Iterator[Any]:
     """The episodes of a part as Minari takes them."""
-    from minari.data_collector.episode_buffer import EpisodeBuffer
-
-    columns, ends, starts = part.columns, part.ends, part.ends - part.lengths
-    paths = [leaf.path for leaf in env.observation_leaves]
-    observed = {path: np.insert(columns[path], ends, columns["next", *path][ends - 1], axis=0) for path in paths}
-    infos = {path[2:]: np.insert(each, starts, 0, axis=0) for path, each in columns.items() if path[:2] == INFO}
-    flat = [columns[path][:, 0] for path in (REWARD, TERMINATED, TRUNCATED)]
+    columns, ends, starts, space = part.columns, part.ends, part.ends - part.lengths, env.observation_space
+    own = zip(env.observation_leaves, disassemble(space, space), strict=True)
+    dtypes = {leaf.path: child.dtype for leaf, child in own}
+    observed = {
+        path: np.insert(columns[path].astype(dtype), ends, columns["next", *path][ends - 1], axis=0)
+        for path, dtype in dtypes.items()
+    }
+    found = {".".join(path[2:]): each for path, each in columns.items() if path[:2] == INFO}
+    infos = {name: np.insert(each, starts, 0, axis=0) for name, each in found.items()}
+    numbers = {"rewards": REWARD, "terminations": TERMINATED, "truncations": TRUNCATED}
+    flat = {"actions": columns[ACTION], **{name: columns[path][:, 0] for name, path in numbers.items()}}
     for number, (start, end, seed) in enumerate(zip(starts, ends, part.seeds, strict=True)):
         wide = slice(start + number, end + number + 1)
-        rewards, terminations, truncations = (each[start:end] for each in flat)
-        yield EpisodeBuffer(
+        yield extra("minari.data_collector.episode_buffer").EpisodeBuffer(
             seed=seed,
-            observations=assemble(env.observation_space, {path: each[wide] for path, each in observed.items()}),
-            actions=columns["action",][start:end],
-            rewards=rewards,
-            terminations=terminations,
-            truncations=truncations,
-            infos={".".join(path): each[wide] for path, each in infos.items()} or None,
+            observations=assemble(space, {path: each[wide] for path, each in observed.items()}),
+            infos={name: each[wide] for name, each in infos.items()} or None,
+            **{name: each[start:end] for name, each in flat.items()},
         )
 
 
@@ -176,7 +148,7 @@ def read_minari(
     """The batches [F] of a dataset of Minari's, with the keys of a rollout: an iterator, or the `buffer` with them.
 
     A batch has whole episodes, one after another: `frames_per_batch` frames, or a few more. Trajectory ids number the
-    episodes; one that is broken off is truncated. Floating arrays are float32, infos that are numbers are kept.
+    episodes; one that is broken off is truncated. Floating observations are float32, infos that are numbers are kept.
 
     Args:
         path_or_id: a folder, or the id of a dataset that has been downloaded or written here.
@@ -192,32 +164,33 @@ def read_minari(
     FileNotFoundError: path_or_id is 'nobody/nothing-v0', where no dataset of Minari's is: write or download it
     """
     check_positive("frames_per_batch", frames_per_batch, 10_000)
+    check_keys("drop", drop, "mission")
     check_kind("buffer", buffer, (ReplayBuffer, type(None)), "pass a ReplayBuffer, or leave it out")
     folder = _place(path_or_id)[0]
     folder = folder / "data" if (folder / "data" / _META).exists() else folder
     if not (folder / _META).exists():
-        raise FileNotFoundError(
-            f"path_or_id is {str(path_or_id)!r}, where no dataset of Minari's is: write or download it"
-        )
-    dataset = import_extra("minari", "minari", "data").MinariDataset(folder)
+        what = f"path_or_id is {str(path_or_id)!r}, where no dataset of Minari's is"
+        raise FileNotFoundError(f"{what}: write or download it")
+    dataset = extra("minari").MinariDataset(folder)
     space = plain_observations(dataset.observation_space, drop, None)
     batches = batches_of(_episodes(dataset, space, observation_leaves(space)), frames_per_batch)
-    for batch in batches if buffer is not None else ():
+    if buffer is None:
+        return batches
+    for batch in batches:
         buffer.extend(batch)
-    return batches if buffer is None else buffer
+    return buffer
 
 
 def _episodes(dataset: Any, space: Space, leaves: Sequence[Leaf]) -> Iterator[Columns]:
-    count, whole = int(dataset.total_episodes), dataset.action_space
-    plain = plain_actions(whole)
+    count, acting, plain = dataset.total_episodes, dataset.action_space, plain_actions(dataset.action_space)
     for start in range(0, count, _AT_ONCE):
         for episode in dataset.storage.get_episodes(range(start, min(start + _AT_ONCE, count))):
-            rewards = np.asarray(episode["rewards"]).reshape(-1)
+            rewards = episode["rewards"].reshape(-1)
             rows = zip(leaves, disassemble(space, episode["observations"]), strict=True)
             observed = {leaf.path: np.asarray(each, leaf.dtype).reshape(-1, *leaf.shape) for leaf, each in rows}
-            acted = [np.asarray(each).reshape(len(rewards), -1) for each in disassemble(whole, episode["actions"])]
+            acted = [np.asarray(each).reshape(len(rewards), -1) for each in disassemble(acting, episode["actions"])]
             action = np.concatenate(acted, 1).reshape(-1, *(plain.shape or ())).astype(plain.dtype)
-            infos = {path: np.asarray(each) for path, each in flatten(episode.get("infos") or {}).items()}
+            infos = {path: np.asarray(each) for path, each in flatten(episode["infos"] or {}).items()}
             known = {(*INFO, *path): each[-len(rewards) :] for path, each in infos.items() if each.dtype.kind in "biuf"}
             ended = {TERMINATED: episode["terminations"], TRUNCATED: episode["truncations"]}
-            yield episode_columns(observed, ended, {("action",): action, REWARD: rewards, **known})
+            yield episode_columns(observed, ended, {ACTION: action, REWARD: rewards, **known})

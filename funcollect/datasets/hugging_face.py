@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path as FilePath
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from funcollect.arguments import check_kind, check_positive
-from funcollect.datasets.episodes import DONE, REWARD, TERMINATED, TRUNCATED, Array, parts_of
-from funcollect.envs.base import import_extra
+from funcollect.datasets.episodes import ACTION, DONE, REWARD, TERMINATED, TRUNCATED, Array, extra, parts_of
 from funcollect.tree import to_batch
 
-_NUMBERS = {REWARD, DONE, TERMINATED, TRUNCATED, *((name,) for name in ("done", "terminated", "truncated"))}
+_NUMBERS = {REWARD, DONE, TERMINATED, TRUNCATED, ("done",), ("terminated",), ("truncated",)}
 
 
 def to_hf(
@@ -39,19 +39,14 @@ def to_hf(
     (4, torch.Size([1]))
     """
     check_kind("folder", folder, (str, os.PathLike, type(None)), "pass a folder, or leave it out")
-    root, tables = None if folder is None else FilePath(folder), []
-    parts, library = parts_of(batches, None, None, frames_per_part, root), import_extra("datasets", "datasets", "data")
-    for part in parts:
-        flat = {
-            path: each[:, 0] if path in _NUMBERS and each.shape[1:] == (1,) else each for path, each in part.columns.items()
-        }
-        table = library.Dataset(_arrow().table({".".join(path): to_arrow(each) for path, each in flat.items()}))
+    root, library, tables = None if folder is None else FilePath(folder), extra("datasets"), []
+    for number, part in enumerate(parts_of(batches, ..., None, frames_per_part, root)):
+        flat = {path: each[:, 0] if _is_number(path, each) else each for path, each in part.columns.items()}
+        rows = extra("pyarrow").table({".".join(path): to_arrow(each) for path, each in flat.items()})
+        tables.append(library.Dataset(rows))
         if root is not None:
-            fresh, place = root / ".part", root / f"part-{len(tables):05}"
-            table.save_to_disk(fresh)
-            fresh.rename(place)
-            table = library.load_from_disk(place)
-        tables.append(table)
+            tables.pop().save_to_disk(root / ".part")
+            tables.append(library.load_from_disk((root / ".part").rename(root / f"part-{number:05}")))
     if not tables:
         raise ValueError("batches have no whole episode, expected one or more: collect more frames")
     return library.concatenate_datasets(tables)
@@ -69,38 +64,36 @@ def from_hf(dataset: Any, *, frames_per_batch: int = 10_000) -> Iterator[TensorD
     FileNotFoundError: dataset is 'nowhere', where no parts are, expected a folder of to_hf: check the path
     """
     check_positive("frames_per_batch", frames_per_batch, 10_000)
-    library = import_extra("datasets", "datasets", "data")
+    library = extra("datasets")
     if isinstance(dataset, (str, os.PathLike)):
         if not (parts := sorted(FilePath(dataset).glob("part-*"))):
             what = f"dataset is {str(dataset)!r}, where no parts are, expected a folder of to_hf"
             raise FileNotFoundError(f"{what}: check the path")
         dataset = library.concatenate_datasets([library.load_from_disk(part) for part in parts])
     check_kind("dataset", dataset, library.Dataset, "pass a datasets.Dataset, or a folder of to_hf")
-    names = [".".join(path) for path in (("action",), REWARD, DONE, TERMINATED, TRUNCATED)]
-    if missing := {*names} - {*dataset.column_names}:
-        raise ValueError(f"dataset lacks the columns {sorted(missing)}, it has {dataset.column_names}: rename them")
+    names = {".".join(path) for path in (ACTION, REWARD, DONE, TERMINATED, TRUNCATED)}
+    if missing := sorted(names - {*dataset.column_names}):
+        raise ValueError(f"dataset lacks the columns {missing}, it has {dataset.column_names}: rename them")
     rows = dataset.with_format("arrow")
     return (_batch(rows[start : start + frames_per_batch]) for start in range(0, len(dataset), frames_per_batch))
 
 
+def _is_number(path: tuple[str, ...], leaf: Array) -> bool:
+    return path in _NUMBERS and leaf.shape[1:] == (1,)
+
+
 def _batch(table: Any) -> TensorDict:
-    leaves = {}
-    for name in table.column_names:
-        if (array := from_arrow(table.column(name))) is not None:
-            path = (*name.split("."),)
-            leaves[path] = torch.from_numpy(array[:, None] if path in _NUMBERS and array.ndim == 1 else array)
-    return to_batch(leaves, (table.num_rows,))
-
-
-def _arrow() -> Any:
-    return import_extra("pyarrow", "pyarrow", "data")
+    arrays = {(*name.split("."),): from_arrow(table.column(name)) for name in table.column_names}
+    leaves = {path: each for path, each in arrays.items() if each is not None}
+    leaves |= {path: leaves[path][:, None] for path in _NUMBERS & leaves.keys() if leaves[path].ndim == 1}
+    return to_batch({path: torch.from_numpy(each) for path, each in leaves.items()}, (table.num_rows,))
 
 
 def to_arrow(array: Array) -> Any:
     """An array [n, ...] as one of Arrow: numbers, or nested lists of fixed sizes."""
-    made = _arrow().array(array.reshape(-1))
+    made = extra("pyarrow").array(array.reshape(-1))
     for size in reversed(array.shape[1:]):
-        made = _arrow().FixedSizeListArray.from_arrays(made, size)
+        made = extra("pyarrow").FixedSizeListArray.from_arrays(made, size)
     return made
 
 
@@ -109,12 +102,12 @@ def from_arrow(column: Any, shape: tuple[int, ...] | None = None) -> Array | Non
 
     Without a `shape`, lists have the sizes of their types.
     """
-    types, count, sizes = _arrow().types, len(column), []
+    types, sizes = extra("pyarrow").types, []
     made = column.cast(column.type.storage_type) if hasattr(column.type, "storage_type") else column
     while types.is_fixed_size_list(made.type) or (shape is not None and types.is_list(made.type)):
-        sizes.append(getattr(made.type, "list_size", None))
-        made = _arrow().compute.list_flatten(made)
-    if not any(is_kind(made.type) for is_kind in (types.is_integer, types.is_floating, types.is_boolean)):
+        sizes.append(getattr(made.type, "list_size", 0))
+        made = extra("pyarrow.compute").list_flatten(made)
+    if not types.is_boolean(made.type) and not types.is_integer(made.type) and not types.is_floating(made.type):
         return None
-    array: Array = made.to_numpy().reshape(count, *(sizes if shape is None else shape))
-    return array if array.flags.writeable else array.copy()
+    array: Array = made.to_numpy().reshape(len(column), *(sizes if shape is None else shape))
+    return np.require(array, requirements="W")

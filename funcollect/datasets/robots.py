@@ -17,8 +17,10 @@ from tensordict import TensorDict, TensorDictBase
 
 from funcollect.arguments import check_flags, check_kind, check_positive
 from funcollect.datasets.episodes import (
+    ACTION,
     DONE,
     INFO,
+    OBSERVATION,
     REWARD,
     TERMINATED,
     TRUNCATED,
@@ -27,13 +29,16 @@ from funcollect.datasets.episodes import (
     Part,
     batches_of,
     episode_columns,
+    extra,
     in_single,
     parts_of,
 )
 from funcollect.datasets.hugging_face import from_arrow, to_arrow
 from funcollect.envs.base import import_extra
 from funcollect.files import replacing
+from funcollect.plots.recording import film, unforked
 from funcollect.protocols import Env
+from funcollect.specs import Leaf
 from funcollect.tree import Path
 
 _CHUNK = 1_000  # files in a folder
@@ -90,56 +95,72 @@ def write_lerobot(
     check_kind("task", task, str, "pass a sentence")
     check_flags(video=video)
     parts = parts_of(batches, env, seed, frames_per_part, FilePath(folder))
-    return sum(map(_Writer(FilePath(folder), env, fps, task, "video" if video else "image").add, parts))
+    writer = _Writer(FilePath(folder), env, fps, task, "video" if video else "image")
+    for number, part in enumerate(parts):
+        writer.add(number, part)
+    return int(writer.info["total_frames"])
 
 
 class _Writer:
     """Writes each part as files of LeRobot's, and the counts, by which readers go, last."""
 
     def __init__(self, root: FilePath, env: Env, fps: int, task: str, pictures: str) -> None:
-        self._root, self._fps, self._task, self._pictures = root, fps, task, pictures
-        self._parquet, self._pandas = (import_extra(name, name, "data") for name in ("pyarrow.parquet", "pandas"))
-        self._arrow = import_extra("pyarrow", "pyarrow", "data")
-        self._names = {leaf.path: _name(leaf.path, leaf.shape, leaf.dtype) for leaf in env.observation_leaves}
-        self._frames, self._episodes, self._files = 0, 0, 0
-        self._features: dict[str, dict[str, Any]] = {}
+        self._root, self._task, self._pictures = root, task, pictures
+        self._names = {leaf.path: _name(leaf) for leaf in env.observation_leaves}
+        self.info: dict[str, Any] = {"codebase_version": "v3.0", "robot_type": None, "fps": fps, "chunks_size": _CHUNK}
+        self.info |= {"total_episodes": 0, "total_frames": 0, "total_tasks": 1, "data_path": _DATA}
+        self.info |= {"video_path": _VIDEO if pictures == "video" else None, "features": {}}
+        self.info |= {"data_files_size_in_mb": 100, "video_files_size_in_mb": 200}
         self._sums: dict[str, list[Any]] = {}
 
-    def add(self, part: Part) -> int:
-        """Write a part; return its number of frames."""
-        leaves, lengths, ends, count = part.columns, part.lengths, part.ends, int(part.ends[-1])
-        columns = {name: leaves[path] for path, name in self._names.items()} | {"action": leaves["action",]}
+    def add(self, number: int, part: Part) -> None:
+        """Write the part with this number."""
+        leaves, lengths, ends, count, fps = part.columns, part.lengths, part.ends, int(part.ends[-1]), self.info["fps"]
+        frames, episodes, features = self.info["total_frames"], self.info["total_episodes"], self.info["features"]
+        columns = {name: leaves[path] for path, name in self._names.items()} | {"action": leaves[ACTION]}
         columns |= {".".join(path): leaves[path][:, 0] for path in (REWARD, DONE, TERMINATED, TRUNCATED)}
         columns |= {".".join(path): each for path, each in leaves.items() if path[:2] == INFO}
-        step, episode = np.arange(count) - (ends - lengths).repeat(lengths), np.arange(len(ends)).repeat(lengths)
-        columns |= {"timestamp": (step / self._fps).astype(np.float32), "frame_index": step}
-        columns |= {"episode_index": self._episodes + episode, "index": self._frames + np.arange(count)}
-        columns["task_index"] = np.zeros_like(step)
-        self._features = self._features or {name: self._feature(name, each) for name, each in columns.items()}
+        step = np.arange(count) - (ends - lengths).repeat(lengths)
+        columns |= {
+            "timestamp": (step / fps).astype(np.float32),
+            "frame_index": step,
+            "task_index": np.zeros_like(step),
+        }
+        columns["index"] = frames + np.arange(count)
+        columns["episode_index"] = episodes + np.arange(len(ends)).repeat(lengths)
         for name, each in columns.items():
-            _add(self._sums.setdefault(name, []), each, self._kind(name) in _PICTURES)
-        place = {"chunk_index": self._files // _CHUNK, "file_index": self._files % _CHUNK}
-        films = [name for name in columns if self._kind(name) == "video"]
-        for name in films:
-            self._film(_VIDEO.format(video_key=name, **place), columns.pop(name))
-        self._write(_DATA.format(**place), {name: self._column(name, each) for name, each in columns.items()})
-        about: dict[str, Any] = {"episode_index": self._episodes + np.arange(len(ends)), "length": lengths}
-        about |= {"tasks": [[self._task]] * len(ends), "seed": self._arrow.array(part.seeds, self._arrow.int64())}
-        about |= {"dataset_from_index": self._frames + ends - lengths, "dataset_to_index": self._frames + ends}
+            features.setdefault(name, self._feature(name, each))
+            _add(self._sums.setdefault(name, []), each, features[name]["dtype"] in _PICTURES)
+        place = {"chunk_index": number // _CHUNK, "file_index": number % _CHUNK}
+        about: dict[str, Any] = {"episode_index": episodes + np.arange(len(ends)), "length": lengths}
+        about |= {"tasks": [[self._task]] * len(ends), "seed": extra("pyarrow").array(part.seeds, "int64")}
+        about |= {"dataset_from_index": frames + ends - lengths, "dataset_to_index": frames + ends}
+        films = [name for name in columns if features[name]["dtype"] == "video"]
         for where in ("data", "meta/episodes", *(f"videos/{name}" for name in films)):
-            about |= {f"{where}/{key}": np.full(len(ends), number) for key, number in place.items()}
-            if where.startswith("videos/"):
-                times = {"from": (ends - lengths) / self._fps, "to": ends / self._fps}
-                about |= {f"{where}/{key}_timestamp": each for key, each in times.items()}
+            about |= {f"{where}/{key}": np.full(len(ends), each) for key, each in place.items()}
+        for name in films:
+            about |= {
+                f"videos/{name}/from_timestamp": (ends - lengths) / fps,
+                f"videos/{name}/to_timestamp": ends / fps,
+            }
+            with film(self._root / _VIDEO.format(video_key=name, **place), fps, lossless=True) as add:
+                for picture in columns.pop(name):
+                    add(picture)
         for path, name in self._names.items():
             about[f"terminal/{name}"] = self._column(name, leaves["next", *path][ends - 1])
-        self._write(_EPISODES.format(**place), about)
-        self._frames, self._episodes, self._files = self._frames + count, self._episodes + len(ends), self._files + 1
-        self._describe()
-        return count
-
-    def _kind(self, name: str) -> str:
-        return str(self._features[name]["dtype"])
+        self._table(_DATA.format(**place), {name: self._column(name, each) for name, each in columns.items()})
+        self._table(_EPISODES.format(**place), about)
+        self.info |= {"total_frames": frames + count, "total_episodes": episodes + len(ends)}
+        self.info["splits"] = {"train": f"0:{episodes + len(ends)}"}
+        if not number:
+            tasks = extra("pandas").DataFrame(
+                {"task_index": [0]}, index=extra("pandas").Index([self._task], name="task")
+            )
+            tasks.to_parquet(self._root / "meta" / "tasks.parquet")
+        stats = {name: _moments(*each) for name, each in self._sums.items()}
+        for name, content in (("stats", stats), ("info", self.info)):
+            with replacing(self._root / "meta" / f"{name}.json") as fresh:
+                fresh.write_text(json.dumps(content, indent=1))
 
     def _feature(self, name: str, array: Array) -> dict[str, Any]:
         """A feature [n, ...] as the format describes it; a number has the shape [1], an array of one also a name."""
@@ -149,74 +170,51 @@ class _Writer:
         return {"dtype": array.dtype.name, "shape": shape or [1], "names": ["0"] if shape == [1] else None}
 
     def _column(self, name: str, array: Array) -> Any:
-        if self._kind(name) not in _PICTURES:
+        if self.info["features"][name]["dtype"] not in _PICTURES:
             return to_arrow(array[:, 0] if array.shape[1:] == (1,) else array)
-        rows = []
-        for picture in array:
-            import_extra("PIL.Image", "Pillow", "data").fromarray(picture).save(file := io.BytesIO(), "png")
-            rows.append({"bytes": file.getvalue(), "path": None})
-        return self._arrow.array(
-            rows, self._arrow.struct({"bytes": self._arrow.binary(), "path": self._arrow.string()})
-        )
+        files = [io.BytesIO() for _ in array]
+        for picture, file in zip(array, files, strict=True):
+            extra("PIL.Image", "Pillow").fromarray(picture).save(file, "png")
+        kind = extra("pyarrow").struct({"bytes": "binary", "path": "string"})
+        return extra("pyarrow").array([{"bytes": file.getvalue(), "path": None} for file in files], kind)
 
-    def _film(self, name: str, pictures: Array) -> None:
-        from funcollect.plots.recording import film
-
-        with film(self._root / name, self._fps, lossless=True) as add:
-            for picture in pictures:
-                add(picture)
-
-    def _write(self, name: str, columns: Mapping[str, Any]) -> None:
+    def _table(self, name: str, columns: Mapping[str, Any]) -> None:
         with replacing(self._root / name) as fresh:
-            self._parquet.write_table(self._arrow.table(columns), fresh)
-
-    def _describe(self) -> None:
-        """Write the files that are about all parts."""
-        if self._files == 1:
-            tasks = self._pandas.DataFrame({"task_index": [0]}, index=self._pandas.Index([self._task], name="task"))
-            tasks.to_parquet(self._root / "meta" / "tasks.parquet")
-        info = {"codebase_version": "v3.0", "robot_type": None, "total_episodes": self._episodes, "total_tasks": 1}
-        info |= {"total_frames": self._frames, "chunks_size": _CHUNK, "fps": self._fps, "data_path": _DATA}
-        info |= {"data_files_size_in_mb": 100, "video_files_size_in_mb": 200, "features": self._features}
-        info |= {"video_path": _VIDEO if self._pictures == "video" else None}
-        info |= {"splits": {"train": f"0:{self._episodes}"}}
-        stats = {name: _moments(*each) for name, each in self._sums.items()}
-        for name, content in (("stats", stats), ("info", info)):
-            with replacing(self._root / "meta" / f"{name}.json") as fresh:
-                fresh.write_text(json.dumps(content, indent=1))
+            extra("pyarrow.parquet").write_table(extra("pyarrow").table(columns), fresh)
 
 
-def _name(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
+def _name(leaf: Leaf) -> str:
     """The name of an observation's feature; `_path` is the inverse."""
-    picture = dtype == np.uint8 and len(shape) == 3 and shape[-1] == 3
-    if path == ("observation",):
+    picture = leaf.dtype == np.uint8 and len(leaf.shape) == 3 and leaf.shape[-1] == 3
+    if leaf.path == OBSERVATION:
         return "observation.image" if picture else "observation.state"
-    return ".".join(("observation", *["images"] * picture, *path))
+    return ".".join((*OBSERVATION, *["images"] * picture, *leaf.path))
 
 
 def _path(name: str, alone: bool) -> Path:
     parts = name.split(".")[1:]
-    if alone and parts in (["state"], ["image"]):
-        return ("observation",)
-    return (*parts[parts[0] == "images" and len(parts) > 1 :],)
+    return (
+        OBSERVATION
+        if alone and parts in (["state"], ["image"])
+        else (*parts[parts[0] == "images" and len(parts) > 1 :],)
+    )
 
 
 def _add(sums: list[Any], array: Array, picture: bool) -> None:
-    """Add an array [n, ...] to a feature's number of frames and of rows, sums, squares, minima and maxima.
+    """Add an array [n, ...] to the numbers of frames and rows, sums, squares, minima and maxima of a feature.
 
     Those of pictures are of each colour, in [0, 1].
     """
-    rows = array / 255 if picture else array.astype(np.float64)
-    rows = rows.reshape(-1, 3, 1, 1) if picture else rows.reshape(len(rows), *(rows.shape[1:] or (1,)))
+    rows = (array / 255).reshape(-1, 3, 1, 1) if picture else array.reshape(len(array), *(array.shape[1:] or (1,)))
+    rows = rows.astype(np.float64)
     new = [len(array), len(rows), rows.sum(0), (rows**2).sum(0), rows.min(0), rows.max(0)]
     joins = (np.add, np.add, np.add, np.add, np.minimum, np.maximum)
     sums[:] = [join(*pair) for join, *pair in zip(joins, sums, new, strict=True)] if sums else new
 
 
 def _moments(count: int, rows: int, total: Array, squares: Array, low: Array, high: Array) -> dict[str, Any]:
-    mean = total / rows
-    std = np.sqrt(np.maximum(squares / rows - mean**2, 0))
-    made = {"min": low, "max": high, "mean": mean, "std": std, "count": np.array([count])}
+    std = np.sqrt(np.maximum(squares / rows - (total / rows) ** 2, 0))
+    made = {"min": low, "max": high, "mean": total / rows, "std": std, "count": np.array([count])}
     return {name: each.tolist() for name, each in made.items()}
 
 
@@ -243,92 +241,79 @@ def read_lerobot(folder: str | os.PathLike[str], *, frames_per_batch: int = 10_0
     info = json.loads(about.read_text())
     if not str(version := info.get("codebase_version")).startswith("v3."):
         raise ValueError(f"folder has version {version!r} of the format, expected v3.0: convert it by LeRobot's script")
-    return batches_of(_Reader(FilePath(folder), info).all_episodes(), frames_per_batch)
+    return batches_of(_episodes(FilePath(folder), info), frames_per_batch)
 
 
-class _Reader:
-    """Reads the files of a dataset in order."""
+def _episodes(root: FilePath, info: Mapping[str, Any]) -> Iterator[Columns]:
+    """Yield the episodes that the counts include; a program that was killed may have written others."""
+    films: dict[str, tuple[FilePath, Any]] = {}  # by feature: the one that is read
+    try:
+        for file in sorted((root / "data").glob("*/*.parquet")):
+            yield from _episodes_of(extra("pyarrow.parquet").ParquetFile(file).read(), root, info, films)
+    finally:
+        for _, reader in films.values():
+            reader.close()
 
-    def __init__(self, root: FilePath, info: Mapping[str, Any]) -> None:
-        self._root, self._info, self._features = root, info, info["features"]
-        observed = [name for name in self._features if name.startswith("observation.")]
-        self._observed = {name: _path(name, len(observed) == 1) for name in observed}
-        self._parquet = import_extra("pyarrow.parquet", "pyarrow", "data")
-        self._films: dict[str, tuple[FilePath, Any]] = {}  # by feature: the one that is read
 
-    def all_episodes(self) -> Iterator[Columns]:
-        """Yield the episodes in order, and close the films after that."""
-        try:
-            yield from self._episodes()
-        finally:
-            self._close(*self._features)
+def _episodes_of(
+    table: Any, root: FilePath, info: Mapping[str, Any], films: dict[str, tuple[FilePath, Any]]
+) -> Iterator[Columns]:
+    observed = {name: each["dtype"] for name, each in info["features"].items() if name.startswith("observation.")}
+    which, begins = np.unique(table.column("episode_index").to_numpy(), return_index=True)
+    last = min(int(which[-1]) + 1, info["total_episodes"])
+    within = [("episode_index", ">=", int(which[0])), ("episode_index", "<", last)]
+    about = extra("pyarrow.parquet").read_table(root / "meta" / "episodes", filters=within).sort_by("episode_index")
+    numbers, terminal = (
+        _numbers(info["features"], each, prefix) for each, prefix in ((table, ""), (about, "terminal/"))
+    )
+    for row, (begin, end) in enumerate(zip(begins[: len(about)], (*begins[1:], len(table)), strict=False)):
+        rows, beside, own = table.slice(begin, end - begin), about.slice(row, 1), {}
+        for name, kind in observed.items():
+            if kind == "video":
+                seen = _filmed(name, beside.to_pylist()[0], root, info, films)
+            else:
+                seen = _from_png(rows.column(name)) if kind == "image" else numbers[name][begin:end]
+            tail = terminal[name][row : row + 1] if name in terminal else seen[-1:]
+            if kind in _PICTURES and f"terminal/{name}" in beside.column_names:
+                tail = _from_png(beside.column(f"terminal/{name}"))
+            own[_path(name, len(observed) == 1)] = np.concatenate([seen, tail])
+        yield _episode(own, {name: each[begin:end] for name, each in numbers.items()}, end - begin)
 
-    def _episodes(self) -> Iterator[Columns]:
-        """Yield the episodes that the counts include; a program that was killed may have written others."""
-        known, end = self._info["total_episodes"], 0
-        for file in sorted((self._root / "data").glob("*/*.parquet")):
-            table = self._parquet.ParquetFile(file).read()
-            which, begins = np.unique(table.column("episode_index").to_numpy(), return_index=True)
-            within = [("episode_index", ">=", int(which[0])), ("episode_index", "<=", min(int(which[-1]), known - 1))]
-            about = self._parquet.read_table(self._root / "meta" / "episodes", filters=within)
-            about = about.sort_by("episode_index") if which[0] < known else about.slice(0, 0)
-            columns, last = self._numbers(table, ""), self._numbers(about, "terminal/")
-            for row, begin in enumerate(begins[: len(about)].tolist()):
-                end = int(begins[row + 1]) if row + 1 < len(begins) else len(table)
-                one = {name: each[begin:end] for name, each in columns.items()}
-                frames, beside, observed = table.slice(begin, end - begin), about.slice(row, 1), {}
-                for name, path in self._observed.items():
-                    seen = one[name] if name in one else self._pictures(name, frames, beside)
-                    tail = last[name][row : row + 1] if name in last else seen[-1:]
-                    if f"terminal/{name}" in beside.column_names and name not in last:
-                        tail = _from_png(beside.column(f"terminal/{name}"))
-                    observed[path] = np.concatenate([seen, tail])
-                yield _episode(observed, one, end - begin)
 
-    def _numbers(self, table: Any, prefix: str) -> dict[str, Array]:
-        """The features that are numbers, by name, of columns with a prefix."""
-        found = {}
-        for name, about in self._features.items():
-            if f"{prefix}{name}" in table.column_names and about["dtype"] not in _PICTURES:
-                shape = () if about["shape"] == [1] and not about["names"] else tuple(about["shape"])
-                if (array := from_arrow(table.column(f"{prefix}{name}"), shape)) is not None:
-                    found[name] = array if name == "action" else in_single(array)
-        return found
+def _numbers(features: Mapping[str, Any], table: Any, prefix: str) -> dict[str, Array]:
+    """The features that are numbers, by name, of columns with a prefix."""
+    found: dict[str, Array] = {}
+    for name, about in features.items():
+        shape = () if about["shape"] == [1] and not about["names"] else tuple(about["shape"])
+        if f"{prefix}{name}" in table.column_names and about["dtype"] not in _PICTURES:
+            array = from_arrow(table.column(f"{prefix}{name}"), shape)
+            found |= {} if array is None else {name: array if name == "action" else in_single(array)}
+    return found
 
-    def _pictures(self, name: str, frames: Any, about: Any) -> Array:
-        """An episode's pictures [n, H, W, 3], from its rows of the table, or its part of a film."""
-        if self._features[name]["dtype"] == "image":
-            return _from_png(frames.column(name))
-        where = f"videos/{name}/"
-        mine = {key.removeprefix(where): each[0] for key, each in about.to_pydict().items() if key.startswith(where)}
-        path, first = self._root / self._info["video_path"].format(video_key=name, **mine), mine["from_timestamp"]
-        if name not in self._films or self._films[name][0] != path:
-            from funcollect.plots.recording import unforked
 
-            self._close(name)
-            with unforked():
-                self._films[name] = path, import_extra("imageio.v2", "imageio[ffmpeg]", "viz").get_reader(path, "FFMPEG")
-        start = round(first * self._info["fps"])
-        return np.stack([self._films[name][1].get_data(start + step) for step in range(len(frames))])
-
-    def _close(self, *names: str) -> None:
-        for name in names:
-            if name in self._films:
-                self._films.pop(name)[1].close()
+def _filmed(name: str, about: Mapping[str, Any], root: FilePath, info: Mapping[str, Any], films: Any) -> Array:
+    """An episode's pictures [n, H, W, 3], of a film that stays open."""
+    place = {key: about[f"videos/{name}/{key}"] for key in ("chunk_index", "file_index")}
+    path = root / info["video_path"].format(video_key=name, **place)
+    if films.get(name, (None,))[0] != path:
+        if name in films:
+            films.pop(name)[1].close()
+        with unforked():
+            films[name] = path, import_extra("imageio.v2", "imageio[ffmpeg]", "viz").get_reader(path, "FFMPEG")
+    first = round(about[f"videos/{name}/from_timestamp"] * info["fps"])
+    return np.stack([films[name][1].get_data(first + step) for step in range(about["length"])])
 
 
 def _from_png(column: Any) -> Array:
-    images = import_extra("PIL.Image", "Pillow", "data")
-    rows = (io.BytesIO(row["bytes"]) for row in column.to_pylist())
-    return np.stack([np.asarray(images.open(row).convert("RGB")) for row in rows])
+    files = (io.BytesIO(row["bytes"]) for row in column.to_pylist())
+    return np.stack([np.asarray(extra("PIL.Image", "Pillow").open(file).convert("RGB")) for file in files])
 
 
 def _episode(observed: Columns, named: Mapping[str, Array], count: int) -> Columns:
     """The columns of an episode of n frames, from observations [n + 1, ...] and features [n, ...] by name."""
     after = {(*name.split("."),): each for name, each in named.items() if name.startswith("next.")}
-    none = np.zeros(count, bool)
-    done, cut = (after.pop(path, none) for path in (DONE, TRUNCATED))
+    done, cut = (after.pop(path, np.zeros(count, bool)) for path in (DONE, TRUNCATED))
     ended = {TERMINATED: after.pop(TERMINATED, done & ~cut), TRUNCATED: cut}
-    others = {("action",): named["action"], REWARD: after.pop(REWARD, np.zeros(count, np.float32))}
+    others = {ACTION: named["action"], REWARD: after.pop(REWARD, np.zeros(count, np.float32))}
     infos = {path if path[:2] == INFO else (*INFO, *path[1:]): each for path, each in after.items()}
     return episode_columns(observed, ended, others | infos)
