@@ -36,7 +36,8 @@ _JOINED = 64  # steps of short rollouts in one chunk, since a tensor takes half 
 def episode_seeds(seed: int, lanes: npt.NDArray[np.int64], episodes: npt.NDArray[np.int64]) -> list[int | None]:
     """The seeds of N episodes of a run, by the lanes [N] and their numbers there [N]: the first words of their keys."""
     keys = lane_keys(key_from_seed(seed), Purpose.RESET, lanes)
-    return hashed_in_numpy(keys, np.zeros(1, np.uint32), episodes.astype(np.uint32))[0].tolist()
+    seeds: list[int | None] = hashed_in_numpy(keys, np.zeros(1, np.uint32), episodes.astype(np.uint32))[0].tolist()
+    return seeds
 
 
 class AppliedCall(NamedTuple):

@@ -32,8 +32,8 @@ Columns = dict[Path, Array]  # each [F, ...]
 
 LARGEST_PART = 1 << 28  # bytes in memory
 ACTION, OBSERVATION, INFO = ("action",), ("observation",), ("next", "info")
-REWARD, TERMINATED, TRUNCATED, DONE = (("next", name) for name in ("reward", "terminated", "truncated", "done"))
-_ROOT_FLAGS: list[Path] = [("terminated",), ("truncated",), ("done",)]
+_AFTER: list[Path] = [("next", name) for name in ("reward", "terminated", "truncated", "done")]
+REWARD, TERMINATED, TRUNCATED, DONE = _AFTER
 # What arrays are called: by D4RL, by Minari, and here.
 _D4RL = {"terminals": "terminations", "dones": "terminations", "timeouts": "truncations"}
 _PATHS: dict[str, Path] = {"actions": ACTION, "rewards": REWARD, "terminations": TERMINATED, "truncations": TRUNCATED}
@@ -148,21 +148,21 @@ def episode_columns(observed: Columns, ended: Mapping[Path, Any], others: Column
 
 def in_single(array: Any) -> Array:
     """An array, float32 if it is of another floating dtype, as batches have them."""
-    array = np.asarray(array)
-    return array.astype(np.float32) if array.dtype.kind == "f" else array
+    own: Array = np.asarray(array)
+    return own.astype(np.float32) if own.dtype.kind == "f" else own
 
 
 def _batch(columns: Columns, first: int) -> TensorDict:
     """A batch of columns with rewards and two flags [F], whose episodes are numbered from `first` on."""
     columns |= {path: columns[path].reshape(-1, 1) for path in (REWARD, TERMINATED, TRUNCATED)}
     columns[DONE] = columns[TERMINATED] | columns[TRUNCATED]
-    columns |= {path: np.zeros_like(columns[DONE]) for path in _ROOT_FLAGS}
+    columns |= {path[1:]: np.zeros_like(columns[DONE]) for path in _AFTER[1:]}
     ends = columns[DONE][:, 0].nonzero()[0] + 1
     lengths, frames = np.diff(ends, prepend=0), np.arange(len(columns[DONE]))
     columns[TRAJECTORY_IDS] = first + np.arange(len(ends)).repeat(lengths)
     columns["collector", "step"] = frames - (ends - lengths).repeat(lengths)
     columns[LANE], columns["collector", "policy_version"] = np.zeros_like(frames), np.zeros_like(frames)
-    leaves = {path: torch.from_numpy(np.require(each, requirements="CW")) for path, each in columns.items()}
+    leaves = {path: torch.from_numpy(np.require(each, requirements=["C", "W"])) for path, each in columns.items()}
     return to_batch(leaves, (len(frames),))
 
 
@@ -173,7 +173,8 @@ def from_arrays(arrays: Mapping[str, Any] | str | os.PathLike[str]) -> TensorDic
     optionally ``truncations`` or ``timeouts``, ``next_observations`` and ``infos``; others are left out. Without
     ``next_observations`` those are the following rows, and the last frame of a truncated episode, which has none, is
     left out, as D4RL does. The batch has the keys of a rollout; floating arrays are float32. Raises TypeError for
-    something else, FileNotFoundError without a file, ValueError for missing or unequal arrays, ImportError without h5py.
+    something else, FileNotFoundError without a file, ValueError for missing or unequal arrays, ImportError if h5py is
+    needed and missing.
 
     >>> import numpy as np
     >>> flags = {"terminals": [False, True, False], "timeouts": [False, False, True]}

@@ -15,7 +15,7 @@ from funcollect.arguments import check_kind, check_positive
 from funcollect.datasets.episodes import ACTION, DONE, REWARD, TERMINATED, TRUNCATED, Array, extra, parts_of
 from funcollect.tree import to_batch
 
-_NUMBERS = {REWARD, DONE, TERMINATED, TRUNCATED, ("done",), ("terminated",), ("truncated",)}
+_NUMBERS = {REWARD, DONE, TERMINATED, TRUNCATED, DONE[1:], TERMINATED[1:], TRUNCATED[1:]}
 
 
 def to_hf(
