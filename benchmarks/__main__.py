@@ -29,6 +29,7 @@ NAMES = (
     "policies",
     "gpu",
     "replay",
+    "offline",
     "workers",
     "ray",
     "overhead",

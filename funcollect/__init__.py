@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from funcollect.faulty_fusions import avoid_faulty_fusions as _avoid_faulty_fusions
 
 if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a name on its first use
+    from funcollect import datasets as datasets
     from funcollect import envs as envs
     from funcollect import errors as errors
     from funcollect import interop as interop

@@ -68,6 +68,7 @@ def _option(kind: Any, metavar: str, default: Any, what: str = "") -> dict[str, 
 
 
 _number, _path = partial(_option, _count, "N"), partial(_option, Path, "FILE")
+_DATASETS = "write whole episodes to DIR/dataset while they come: minari, lerobot or hf"
 _SEED = {"--seed": _option(int, "S", 0)}
 _LIMITED = {"--max-episode-steps": _number(None, "truncate episodes after N steps")}
 
@@ -97,6 +98,7 @@ def _add_commands(commands: Any) -> None:
         **_LIMITED,
         "--seed": _option(int, "S", None, "default: a new one, kept in stats.json"),
         "--out": _option(Path, "DIR", None, "for the batch, stats.json and returns.png"),
+        "--dataset": {**_option(str, "FORMAT", None, _DATASETS), "choices": ("minari", "lerobot", "hf")},
         "--overwrite": {"action": "store_true", "help": "replace an earlier run in DIR"},
     }
     add("collect", "collect experience and save it", "CartPole-v1 --policy mlp --frames 1e5", options)

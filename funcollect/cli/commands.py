@@ -16,7 +16,7 @@ import time
 import warnings
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +57,7 @@ def demo(arguments: Namespace) -> None:
     env = fc.make_env("CartPole-v1", num_envs=8)
     policy, size = mlp(env, seed=arguments.seed), min(2048, arguments.frames)
     print(fc.explain(env, policy), end="\n\n", flush=True)
-    episodes, statistics = collected(env, policy, size, arguments.frames, arguments.seed, last.append)
+    episodes, statistics = collected(env, policy, size, arguments.frames, arguments.seed, last.extend)
     rows = [(".".join(path), str(list(leaf.shape)), str(leaf.dtype)) for path, leaf in flatten(last[0]).items()]
     print(tables(statistics), table([("key", "shape", "dtype"), *sorted(rows)]), sep="\n\n")
     if drawable:
@@ -66,20 +66,26 @@ def demo(arguments: Namespace) -> None:
 
 
 def collect(arguments: Namespace) -> None:
-    """Collect, and save the batch as a memory-mapped TensorDict, the statistics as JSON, and a plot of the returns."""
+    """Collect, and save the batch, memory-mapped or as a dataset, the statistics as JSON, and a plot of the returns."""
     num_envs, frames = arguments.num_envs, arguments.frames
     name = re.sub(r"[^\w.-]+", "-", arguments.env)
     out = arguments.out or Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     seed = secrets.randbits(31) if arguments.seed is None else arguments.seed
     size = arguments.frames_per_batch or min(frames, max(2000, 128 * num_envs))
-    with output_folder(out, arguments.overwrite) as folder:
+    with output_folder(out, arguments.overwrite, whole=arguments.dataset is None) as folder:
         env = make_env(arguments, num_envs)
         policy = make_policy(arguments, env, seed)
-        episodes, statistics = collected(env, policy, size, frames, seed, saver(folder / "batch", frames))
+        write = {
+            None: saver(folder / "batch", frames),
+            "minari": lambda batches: fc.datasets.write_minari(folder / "dataset", batches, env=env, seed=seed),
+            "lerobot": lambda batches: fc.datasets.write_lerobot(folder / "dataset", batches, env=env, seed=seed),
+            "hf": lambda batches: fc.datasets.to_hf(batches, folder / "dataset"),
+        }[arguments.dataset]
+        episodes, statistics = collected(env, policy, size, frames, seed, write)
         weights = None if arguments.weights is None else str(arguments.weights)
         about = {"funcollect": fc.__version__, "env": arguments.env, "num_envs": num_envs, "frames_per_batch": size}
         about |= {"seed": seed, "policy": arguments.policy, "policy_origin": policy_named(arguments.policy).origin}
-        about |= {"policy_options": dict(arguments.option), "weights": weights}
+        about |= {"dataset": arguments.dataset, "policy_options": dict(arguments.option), "weights": weights}
         (folder / "stats.json").write_text(json.dumps(about | statistics, indent=2) + "\n")
         if drawable := _is_drawable(folder / "returns.png"):
             plots.returns(episodes, title=arguments.env, path=folder / "returns.png")
@@ -273,8 +279,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 @contextmanager
-def output_folder(out: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield a folder that replaces `out` after the block; ValueError unless that is empty or may be overwritten."""
+def output_folder(out: Path, overwrite: bool, *, whole: bool = True) -> Iterator[Path]:
+    """Yield a folder that replaces `out` after the block; ValueError unless that is empty or may be overwritten.
+
+    Unless it has to be `whole`, it is `out` itself, where each part can be read once it is written.
+    """
     out = out.resolve()
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file, expected a folder for --out: choose another name")
@@ -283,8 +292,13 @@ def output_folder(out: Path, overwrite: bool) -> Iterator[Path]:
     present = {path.name for path in out.iterdir()} if out.exists() else set()
     if present and not overwrite:
         raise ValueError(f"{out} is not empty: choose another folder, or replace an earlier run with --overwrite")
-    if foreign := sorted(present - {"batch", "stats.json", "returns.png"}):
+    if foreign := sorted(present - {"batch", "dataset", "stats.json", "returns.png"}):
         raise ValueError(f"{out} holds {foreign}, which no run of funcollect has written: choose another folder")
+    if not whole:
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        yield out
+        return
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
         new, old = Path(scratch, "new"), Path(scratch, "old")
@@ -300,19 +314,19 @@ def output_folder(out: Path, overwrite: bool) -> Iterator[Path]:
             raise
 
 
-def saver(path: Path, frames: int) -> Callable[[TensorDict], None]:
+def saver(path: Path, frames: int) -> Callable[[Iterable[TensorDict]], None]:
     """A function that writes batches [P, T] of equal shape one after another as one memory-mapped TensorDict."""
-    store: TensorDict | None = None
-    filled = 0
 
-    def save(batch: TensorDict) -> None:
-        nonlocal store, filled
-        length = batch.shape[-1]
-        if store is None:
-            whole = batch[..., :1].expand(*batch.shape[:-1], math.ceil(frames / batch.numel()) * length)
-            store = _reserved(path, whole)
-        store[..., filled : filled + length].update_(batch)
-        filled += length
+    def save(batches: Iterable[TensorDict]) -> None:
+        store: TensorDict | None = None
+        filled = 0
+        for batch in batches:
+            length = batch.shape[-1]
+            if store is None:
+                whole = batch[..., :1].expand(*batch.shape[:-1], math.ceil(frames / batch.numel()) * length)
+                store = _reserved(path, whole)
+            store[..., filled : filled + length].update_(batch)
+            filled += length
 
     return save
 
@@ -335,17 +349,21 @@ def _reserved(path: Path, like: TensorDict) -> TensorDict:
 
 
 def collected(
-    env: fc.Env, policy: fc.Policy, size: int, frames: int, seed: int, take: Callable[[TensorDict], None]
+    env: fc.Env, policy: fc.Policy, size: int, frames: int, seed: int, take: Callable[[Iterable[TensorDict]], Any]
 ) -> tuple[fc.EpisodeStats, dict[str, Any]]:
-    """Collect with a progress bar, and `take` each batch; return the episodes, open ones too, and values for JSON."""
+    """Collect with a progress bar, and `take` the batches; return the episodes, open ones too, and values for JSON."""
     window, began = EpisodeWindow(), time.perf_counter()
     parts: list[fc.EpisodeStats] = []
-    with fc.SyncDataCollector(env, policy, frames_per_batch=size, total_frames=frames, seed=seed) as collector:
+
+    def batches(collector: fc.SyncDataCollector) -> Iterator[TensorDict]:
         for batch in fc.track(collector, window=window):
             assert window.last is not None
             parts[-1:] = [replace(part, open_returns={}) for part in parts[-1:]]  # of the last one alone
             parts.append(window.last)
-            take(batch)
+            yield batch
+
+    with fc.SyncDataCollector(env, policy, frames_per_batch=size, total_frames=frames, seed=seed) as collector:
+        take(batches(collector))
     seconds, episodes = time.perf_counter() - began, fc.EpisodeStats.concatenate(parts)
     counts = {"frames": window.frames, "seconds": seconds, "frames_per_second": window.frames / seconds}
     return episodes, counts | statistics_of(episodes)

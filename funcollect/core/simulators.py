@@ -22,7 +22,7 @@ from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import statistics_of
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.errors import ClosedError, EnvError, NotCalledError, ReplayError, StaleStateError
-from funcollect.keys import Key, Purpose, lane_keys
+from funcollect.keys import Key, Purpose, key_from_seed, lane_keys
 from funcollect.processes.failures import UnsentResultError
 from funcollect.threefry import hashed_in_numpy
 from funcollect.tree import Path
@@ -31,6 +31,13 @@ _PROGRESS = ("key", "episodes", "steps", "unseeded", "last_outcome", "calls", "o
 _SEEDS = 64  # of a block of episodes, drawn at once
 LARGEST_LOG = 128 << 20  # bytes; almost twice what 1,000 steps of 1,024 lanes with 17 numbers each need
 _JOINED = 64  # steps of short rollouts in one chunk, since a tensor takes half a kilobyte besides its numbers
+
+
+def episode_seeds(seed: int, lanes: npt.NDArray[np.int64], episodes: npt.NDArray[np.int64]) -> list[int | None]:
+    """The seeds of N episodes of a run, by the lanes [N] and their numbers there [N]: the first words of their keys."""
+    keys = lane_keys(key_from_seed(seed), Purpose.RESET, lanes)
+    seeds: list[int | None] = hashed_in_numpy(keys, np.zeros(1, np.uint32), episodes.astype(np.uint32))[0].tolist()
+    return seeds
 
 
 class AppliedCall(NamedTuple):

@@ -38,6 +38,7 @@ Key = str | Path | None
 Picture = npt.NDArray[np.uint8]
 Add = Callable[[Picture], None]  # adds a picture [H, W, 3] to a film
 
+_LOSSLESS: dict[str, Any] = {"codec": "libx264rgb", "pixelformat": "rgb24", "output_params": ["-crf", "0"]}
 _NO_FORK = "IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"
 
 
@@ -140,14 +141,17 @@ def video(
 
 
 @contextmanager
-def film(path: str | PathLike[str], fps: float) -> Iterator[Add]:
-    """Open a film, and yield the function that adds a picture. An error in the block leaves no file."""
+def film(path: str | PathLike[str], fps: float, *, lossless: bool = False) -> Iterator[Add]:
+    """Open a film, and yield the function that adds a picture. An error in the block leaves no file.
+
+    An MP4 may be `lossless`: every pixel is as it was, and its size too.
+    """
     target = check_film(path, fps)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
-    writer = _gif if target.suffix.lower() == ".gif" else _mp4
+    opened = _gif(partial, fps) if target.suffix.lower() == ".gif" else _mp4(partial, fps, lossless)
     try:
-        with writer(partial, fps) as add:
+        with opened as add:
             yield add
         partial.replace(target)
     finally:
@@ -179,21 +183,28 @@ def _gif(path: FilePath, fps: float) -> Iterator[Add]:
 
 
 @contextmanager
-def _mp4(path: FilePath, fps: float) -> Iterator[Add]:
-    """Open an MP4; an odd height or width gets one more row or column, as the pixel format requires."""
+def unforked() -> Iterator[None]:
+    """Let imageio start ffmpeg otherwise than by `fork`, which JAX's threads may hang."""
+    before = os.environ.get(_NO_FORK)
+    os.environ[_NO_FORK] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_NO_FORK) if before is None else os.environ.update({_NO_FORK: before})
+
+
+@contextmanager
+def _mp4(path: FilePath, fps: float, lossless: bool) -> Iterator[Add]:
+    """Open an MP4; an odd height or width gets one more row or column, as the pixel format with losses requires."""
     from imageio.v2 import get_writer
 
     def add(picture: Picture) -> None:
         height, width = picture.shape[:2]
-        even = np.pad(picture, [(0, height % 2), (0, width % 2), (0, 0)], mode="edge")
-        before = os.environ.get(_NO_FORK)
-        os.environ[_NO_FORK] = "1"  # ffmpeg starts with the first picture: not by `fork`, which JAX's threads may hang
-        try:
-            file.append_data(even)
-        finally:
-            os.environ.pop(_NO_FORK) if before is None else os.environ.update({_NO_FORK: before})
+        extra = [(0, 0)] * 3 if lossless else [(0, height % 2), (0, width % 2), (0, 0)]
+        with unforked():  # ffmpeg starts with the first picture
+            file.append_data(np.pad(picture, extra, mode="edge"))
 
-    file = get_writer(path, format="FFMPEG", mode="I", fps=fps, macro_block_size=1)
+    file = get_writer(path, format="FFMPEG", mode="I", fps=fps, macro_block_size=1, **_LOSSLESS if lossless else {})
     try:
         yield add
     except BaseException:

@@ -98,6 +98,7 @@ USES = {
     "`jax-envs`": r"\b(gymnax|brax|jumanji|navix|pgx|playground|xminigrid)\b",
     "`viz`": r"fc\.(plots|record)\b|log_dir",
     "`torchrl`": r"^(from|import) torchrl",
+    "`data`": r"fc\.datasets\.(?!from_arrays)",
     '".[ray]"': r"^import ray",
     "stable-baselines3": r"stable_baselines3",
     "flax": r"^(from|import) flax",

@@ -21,7 +21,7 @@ import funcollect as fc
 from funcollect.messages import kind_of, shown
 
 MODULES = ("envs", "heads", "storages", "samplers", "ring", "jax_ring", "traced", "testing", "interop")
-MODULES += ("running_statistics",)
+MODULES += ("datasets", "running_statistics")
 OWN = (fc.FuncollectError, TypeError, ValueError)
 KINDS = ("SyncData", "", "MultiSync", "MultiAsync", "Async", "Multi", "Ray")  # of collectors
 
@@ -63,7 +63,7 @@ SIZES = """
     length frames episodes max_frames frames_per_batch num_envs max_frames_per_traj batch_size max_size n_steps
     num_slices slice_len max_capacity steps frame_skip screen_size stack num_workers max_episode_steps episode_length
     num_threads total_lanes window ndim lanes batches num_collectors num_workers_per_collector fps max_unread waiting
-    min_ready max_carry
+    min_ready max_carry frames_per_batch frames_per_part
 """
 POSITIVE = set(SIZES.split())
 COUNTS = {"init_random_frames", "max_policy_lag", "random_steps", "noop_max", "prefetch", "alpha", "beta", "eps"}
@@ -246,6 +246,13 @@ GOOD = {
     "tensordict_policy": lambda: {"module": nn.Linear(4, 2)},
     "torch_policy": lambda: {"module": nn.Linear(4, 2), "head": CATEGORICAL},
     "track": lambda: {"batches": fc.SyncDataCollector(**COLLECTOR), "disable": True},
+    "datasets.from_arrays": lambda: {"arrays": {}},
+    "datasets.from_hf": lambda: {"dataset": "/nowhere"},
+    "datasets.read_lerobot": lambda: {"folder": "/nowhere"},
+    "datasets.read_minari": lambda: {"path_or_id": "/nowhere"},
+    "datasets.to_hf": lambda: {"batches": [batch()]},
+    "datasets.write_lerobot": lambda: {"folder": tempfile.mkdtemp(), "batches": [batch()], "env": host()[0]},
+    "datasets.write_minari": lambda: {"path_or_id": tempfile.mkdtemp(), "batches": [batch()], "env": host()[0]},
     "envs.from_functional": lambda: {"env": CartPoleFunctional()},
     "envs.from_functions": lambda: FUNCTIONAL | spaces(),
     "Shard": lambda: {"index": 1, "count": 2},

@@ -106,7 +106,7 @@ def from_gymnasium(
     arguments.check_flags(one_hot=one_hot, replayable=replayable)
     arguments.check_positive("max_carry", max_carry)
     first, build = (env.env, env.build) if isinstance(env, Made) else (env, None)
-    workers, open_group, seeding, replayed = None, None, None, True
+    workers, open_group, seeding, replayed, spec = None, None, None, True, None
     opener: Opener
     if isinstance(first, VectorEnv):
         env = first
@@ -131,7 +131,7 @@ def from_gymnasium(
         known = not workers or "max_episode_steps" in kwargs or all(source is sources[0] for source in sources)
         limited = known and all(map(base.has_time_limit, made))
         label = first.spec.id if first.spec is not None else type(first.unwrapped).__name__
-        spaces = first.observation_space, first.action_space
+        spaces, spec = (first.observation_space, first.action_space), first.spec
     space, action_space = plain_observations(spaces[0], drop, text), plain_actions(spaces[1])
     leaves = observation_leaves(space, dtype)
     if info_keys and any(leaf.path[0] == "info" for leaf in leaves):
@@ -155,6 +155,7 @@ def from_gymnasium(
         truncates=atari or limited,
         open_group=open_group if workers else None,
         own_spaces=spaces,
+        spec=spec,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
+from gymnasium.envs.registration import EnvSpec
 from torch import Tensor
 from typing_extensions import override
 
@@ -207,6 +208,7 @@ class SimulatedEnv(AdaptedEnv):
     first_lane: int = 0  # in a worker: what messages call the first lane
     memory: Mapping[Path, Array] | None = None  # in a worker: where observations are written
     own_spaces: tuple[Space, Space] | None = None  # of the simulators' observations and actions: see `plain_spaces`
+    spec: EnvSpec | None = None  # by which Gymnasium made each lane
 
     def open(self) -> Simulators:
         """Make live simulators, which are not reset yet."""

@@ -1,0 +1,222 @@
+"""Whole episodes of a run's batches, which datasets are made of; and batches of a dataset's episodes, and of arrays.
+
+``F`` is a number of frames that lie one episode after another, ``E`` the number of these episodes, ``n`` one's length.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path as FilePath
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from funcollect.arguments import check_kind, check_positive
+from funcollect.collectors.collector import CollectorBase
+from funcollect.core.simulators import episode_seeds
+from funcollect.envs.base import import_extra
+from funcollect.keys import key_from_seed
+from funcollect.messages import shown
+from funcollect.protocols import is_env
+from funcollect.trajectories.next_observations import next_observations
+from funcollect.trajectories.split import LANE, TRAJECTORY_IDS, require
+from funcollect.trajectories.whole_trajectories import PendingTrajectories
+from funcollect.tree import Path, flatten, to_batch
+
+Array = npt.NDArray[Any]
+Columns = dict[Path, Array]  # each [F, ...]
+
+LARGEST_PART = 1 << 28  # bytes in memory
+ACTION, OBSERVATION, INFO = ("action",), ("observation",), ("next", "info")
+_AFTER: list[Path] = [("next", name) for name in ("reward", "terminated", "truncated", "done")]
+REWARD, TERMINATED, TRUNCATED, DONE = _AFTER
+# What arrays are called: by D4RL, by Minari, and here.
+_D4RL = {"terminals": "terminations", "dones": "terminations", "timeouts": "truncations"}
+_PATHS: dict[str, Path] = {"actions": ACTION, "rewards": REWARD, "terminations": TERMINATED, "truncations": TRUNCATED}
+_PATHS |= {"infos": INFO, "observations": (), "next_observations": ("next",)}
+
+
+def extra(module: str, package: str = "") -> Any:
+    """Import a module of the extra `data`; ImportError that names the extra."""
+    return import_extra(module, package or module.partition(".")[0], "data")
+
+
+class Part(NamedTuple):
+    """Some whole episodes of a run."""
+
+    columns: Columns  # the leaves [F, ...]; actions of one-hot rows are integers
+    lengths: Array  # [E] int64
+    ends: Array  # [E] int64: the rows after the last ones
+    seeds: list[int | None]  # [E]: what their environment was reset with; None if it is unknown
+
+
+def parts_of(
+    batches: Iterable[TensorDictBase], env: Any, seed: int | None, frames: int, folder: FilePath | None
+) -> Iterator[Part]:
+    """Yield the whole episodes of a run's batches ``[*B, T]``, joined across them, in parts, for a new `folder`.
+
+    A part has at least so many `frames`, or `LARGEST_PART` bytes, but for the last. Frames of trajectories that have
+    not ended, or whose first frames are missing, are left out. With `...` as `env` all columns stay as they are. Raises
+    TypeError or ValueError for bad arguments, before the first part, and FileExistsError unless the folder is empty.
+    """
+    check_kind("batches", batches, Iterable, "pass a collector, or a list of batches")
+    check_positive("frames_per_part", frames, 100_000)
+    if env is not ... and not is_env(env):
+        raise TypeError(f"env is {shown(env)}, expected an Env: pass the result of make_env")
+    if getattr(getattr(env, "action_spec", None), "groups", None):
+        raise ValueError(f"env is {shown(env)}, which has groups of agents, expected one agent: to_hf writes any batch")
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} is there and not empty: choose another folder")
+    key_from_seed(0 if seed is None else seed)
+    lanes = getattr(env, "num_envs", None) or 1
+    if isinstance(batches, CollectorBase):
+        seed, run = batches.seed if seed is None else seed, getattr(batches, "run", None)
+        lanes = getattr(batches, "lanes", lanes) if run is None else sum(run.lanes)
+    seed = seed if getattr(env, "seeding", None) == "episode" else None
+    return (_part(joined, env, seed, lanes) for joined in _joined(batches, frames))
+
+
+def _joined(batches: Iterable[TensorDictBase], frames: int) -> Iterator[TensorDictBase]:
+    pending: dict[int, PendingTrajectories] = {}  # by the first lane: each asynchronous worker has lanes of its own
+    held: list[TensorDictBase] = []
+    for batch in batches:
+        check_kind("batches", batch, TensorDictBase, "pass a collector, or the batches of rollouts")
+        source = int(require(batch, LANE, tail=()).reshape(-1)[0])
+        added = pending.get(source, PendingTrajectories()).add(batch.clone())  # the memory of a batch may be lent
+        whole, pending[source] = added.take_whole()
+        held += (next_observations(part).cpu() for part in whole)
+        nbytes = sum(leaf.nbytes for part in held for leaf in flatten(part).values())
+        if sum(map(len, held)) >= frames or nbytes >= LARGEST_PART:
+            yield torch.cat(held)
+            held = []
+    if held:
+        yield torch.cat(held)
+
+
+def _part(frames: TensorDictBase, env: Any, seed: int | None, lanes: int) -> Part:
+    columns = {path: leaf.detach().numpy() for path, leaf in flatten(frames).items()}
+    ends = columns[DONE][:, 0].nonzero()[0] + 1
+    part = Part(columns, np.diff(ends, prepend=0), ends, [None] * len(ends))
+    if env is not ... and env.action_spec.one_hot:
+        columns[ACTION] = env.action_spec.from_one_hot(columns[ACTION], np)
+    if env is not ... and columns[REWARD].shape[1:] != (1,):
+        raise ValueError(f"rewards have the shape {list(columns[REWARD].shape)}, expected one player's: use to_hf")
+    if seed is None:
+        return part
+    lane, ids = (columns[path][ends - 1] for path in (LANE, TRAJECTORY_IDS))
+    episode, rest = np.divmod(ids - ((lane // lanes) << 40) - lane % lanes, lanes)
+    if (episode < 0).any() or rest.any():
+        what = f"batches have lanes up to {lane.max()}, but seed is of a run with {lanes}"
+        raise ValueError(f"{what}: pass the collector itself as batches, or leave out seed")
+    return part._replace(seeds=episode_seeds(seed, lane, episode))
+
+
+def batches_of(episodes: Iterable[Columns], frames: int) -> Iterator[TensorDict]:
+    """Yield episodes, one after another, as batches [F] of at least so many `frames`, but for the last one."""
+    held: list[Columns] = []
+    first = count = 0
+    for episode in episodes:
+        held.append(episode)
+        count += len(episode[REWARD])
+        if missing := sorted(".".join(path) for path in episode.keys() ^ held[0].keys()):
+            raise ValueError(f"some episodes lack {missing}, expected the same arrays in all of them")
+        if count >= frames:
+            yield _batch({path: np.concatenate([each[path] for each in held]) for path in episode}, first)
+            first, count, held = first + len(held), 0, []
+    if held:
+        yield _batch({path: np.concatenate([each[path] for each in held]) for path in held[0]}, first)
+
+
+def episode_columns(observed: Columns, ended: Mapping[Path, Any], others: Columns) -> Columns:
+    """The columns of an episode, from observations [n + 1, ...], flags by path, and others [n, ...].
+
+    Its last frame, and no other one, is terminated or truncated.
+    """
+    columns = {path: each if path == ACTION else in_single(each) for path, each in others.items()}
+    for path in (TERMINATED, TRUNCATED):
+        columns[path] = np.zeros(len(columns[REWARD]), bool)
+        columns[path][-1:] = np.asarray(ended[path], bool).reshape(-1)[-1:]
+    columns[TRUNCATED][-1:] |= ~columns[TERMINATED][-1:]
+    for path, rows in observed.items():
+        columns[path], columns["next", *path] = rows[:-1], rows[1:]
+    return columns
+
+
+def in_single(array: Any) -> Array:
+    """An array, float32 if it is of another floating dtype, as batches have them."""
+    own: Array = np.asarray(array)
+    return own.astype(np.float32) if own.dtype.kind == "f" else own
+
+
+def _batch(columns: Columns, first: int) -> TensorDict:
+    """A batch of columns with rewards and two flags [F], whose episodes are numbered from `first` on."""
+    columns |= {path: columns[path].reshape(-1, 1) for path in (REWARD, TERMINATED, TRUNCATED)}
+    columns[DONE] = columns[TERMINATED] | columns[TRUNCATED]
+    columns |= {path[1:]: np.zeros_like(columns[DONE]) for path in _AFTER[1:]}
+    ends = columns[DONE][:, 0].nonzero()[0] + 1
+    lengths, frames = np.diff(ends, prepend=0), np.arange(len(columns[DONE]))
+    columns[TRAJECTORY_IDS] = first + np.arange(len(ends)).repeat(lengths)
+    columns["collector", "step"] = frames - (ends - lengths).repeat(lengths)
+    columns[LANE], columns["collector", "policy_version"] = np.zeros_like(frames), np.zeros_like(frames)
+    leaves = {path: torch.from_numpy(np.require(each, requirements=["C", "W"])) for path, each in columns.items()}
+    return to_batch(leaves, (len(frames),))
+
+
+def from_arrays(arrays: Mapping[str, Any] | str | os.PathLike[str]) -> TensorDict:
+    """A batch [F] of arrays [N, ...] by Minari's or D4RL's names: a dict, an open HDF5 file, or the path of one.
+
+    These are ``observations`` (or several by key), ``actions``, ``rewards``, ``terminations`` or ``terminals``, and
+    optionally ``truncations`` or ``timeouts``, ``next_observations`` and ``infos``; others are left out. Without
+    ``next_observations`` those are the following rows, and the last frame of a truncated episode, which has none, is
+    left out, as D4RL does. The batch has the keys of a rollout; floating arrays are float32. Raises TypeError for
+    something else, FileNotFoundError without a file, ValueError for missing or unequal arrays, ImportError if h5py is
+    needed and missing.
+
+    >>> import numpy as np
+    >>> flags = {"terminals": [False, True, False], "timeouts": [False, False, True]}
+    >>> rows = {"observations": np.zeros((3, 4)), "actions": np.zeros((3, 2)), "rewards": np.ones(3), **flags}
+    >>> from_arrays(rows | {"next_observations": np.ones((3, 4))})["collector", "traj_ids"]
+    tensor([0, 0, 1])
+    """
+    check_kind("arrays", arrays, (Mapping, str, os.PathLike), "pass a dict of arrays, or the path of an HDF5 file")
+    if not isinstance(arrays, Mapping):
+        if not FilePath(arrays).is_file():
+            raise FileNotFoundError(
+                f"arrays is {str(arrays)!r}, where no file is, expected one of HDF5: check the path"
+            )
+        with extra("h5py").File(arrays, "r") as file:
+            return from_arrays(file)
+    columns = _named(arrays)
+    observed = [path for path in columns if path[0] != "next" and path != ACTION]
+    if not observed or not {ACTION, REWARD, TERMINATED} <= columns.keys():
+        known = "observations, actions, rewards and terminations (or terminals)"
+        raise ValueError(f"arrays has {sorted(arrays)}, expected {known}: rename them")
+    sizes = {".".join(path): len(each) for path, each in columns.items()}
+    if len({*sizes.values()}) > 1 or not sizes["next.reward"]:
+        raise ValueError(f"arrays have the lengths {sizes}, expected one length, of at least 1: cut them")
+    ended = columns[TERMINATED].astype(bool).reshape(-1)
+    cut = columns.get(TRUNCATED, np.zeros_like(ended)).astype(bool).reshape(-1)
+    cut[-1] |= not ended[-1]
+    columns |= {TERMINATED: ended, TRUNCATED: cut}
+    if ("next", *observed[0]) not in columns:
+        lost = cut & ~ended
+        columns[TRUNCATED] = cut | (np.append(lost[1:], False) & ~ended)  # the frames before those that are left out
+        columns |= {("next", *path): np.roll(columns[path], -1, 0) for path in observed}
+        columns = {path: each[~lost] for path, each in columns.items()}
+    return _batch(columns, 0)
+
+
+def _named(arrays: Mapping[str, Any], prefix: Path = ()) -> Columns:
+    """The numbers in nested mappings by the paths of a batch; names may hold slashes, as in HDF5."""
+    found: Columns = {}
+    for name, each in arrays.items():
+        kind, *rest = *prefix, *name.split("/")
+        if isinstance(each, Mapping):
+            found |= _named(each, (kind, *rest))
+        elif (home := _PATHS.get(_D4RL.get(kind, kind))) is not None and np.asarray(each).dtype.kind in "biuf":
+            found[(*home, *rest) if rest or home not in ((), ("next",)) else (*home, *OBSERVATION)] = in_single(each)
+    return found

@@ -1,0 +1,196 @@
+"""Minari's datasets, by Farama's library: written in parts while a run goes on, and read as batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Any
+
+import numpy as np
+from tensordict import TensorDictBase
+
+from funcollect.arguments import check_keys, check_kind, check_positive
+from funcollect.buffers.replay import ReplayBuffer
+from funcollect.datasets.episodes import (
+    ACTION,
+    INFO,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    Columns,
+    Part,
+    batches_of,
+    episode_columns,
+    extra,
+    parts_of,
+)
+from funcollect.envs.host.plain_spaces import plain_actions, plain_observations
+from funcollect.files import replacing
+from funcollect.protocols import Env
+from funcollect.specs import Leaf, Space, assemble, disassemble, observation_leaves
+from funcollect.tree import flatten
+
+_MAIN, _META = "main_data.hdf5", "metadata.json"  # Minari's names
+_ID = re.compile(r"([\w-]+/)*[\w-]+-v\d+")
+_AT_ONCE = 64  # episodes read by one call
+
+
+def write_minari(
+    path_or_id: str | os.PathLike[str],
+    batches: Iterable[TensorDictBase],
+    *,
+    env: Env,
+    seed: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    frames_per_part: int = 100_000,
+) -> int:
+    """Write the whole episodes of a run as a dataset of Minari's, and return their number of frames.
+
+    Episodes are joined across batches; those that have not ended are left out. Observations, terminal ones included,
+    get the dtypes of the space; infos have zeros for the reset, which batches lack; one-hot actions become integers,
+    and other outputs of the policy are left out. Once a part is full, it is a file beside the main one, which links it:
+    memory does not grow with the run, and what is linked can be read even if the program is killed later.
+
+    Args:
+        path_or_id: a folder, for ``minari.MinariDataset(folder)``; or an id of Minari's, such as
+            ``"cartpole/mine-v0"``, for ``minari.load_dataset(id)``. A string that can be an id is one.
+        batches: of one run in order, ``[*B, T]``, also compact: a collector, a list, a generator.
+        env: the environment, for its spaces and, if Gymnasium made it, its spec.
+        seed: the run's, from which the seeds of its episodes follow; a collector's own is known.
+        metadata: entries of Minari's, such as ``{"author": "…", "algorithm_name": "PPO"}``.
+        frames_per_part: the frames in a part, which has a few more, or fewer if they take 256 MB.
+
+    Raises TypeError or ValueError for bad arguments, several players and groups of agents, FileExistsError for a folder
+    with files, ImportError without minari: ``pip install 'funcollect[data]'``.
+
+    >>> import tempfile, funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with fc.SyncDataCollector(env, frames_per_batch=100, total_frames=200, seed=0) as collector:
+    ...         frames = write_minari(f"{folder}/dataset", collector, env=env)
+    ...     sum(map(len, read_minari(f"{folder}/dataset"))) == frames
+    True
+    """
+    check_kind("metadata", metadata, (Mapping, type(None)), "pass a dict of entries, or leave it out")
+    folder, name = _place(path_or_id)
+    about = {"dataset_id": name, "minari_version": extra("minari").__version__, **(metadata or {})}
+    about |= {key: [each] for key, each in about.items() if key.startswith("author") and isinstance(each, str)}
+    about |= {"total_episodes": 0, "total_steps": 0}
+    for number, part in enumerate(parts_of(batches, env, seed, frames_per_part, folder)):
+        _write(folder, f"part-{number:05}", part, env, about)
+    return int(about["total_steps"])
+
+
+def _place(path_or_id: Any) -> tuple[FilePath, str]:
+    """The folder of a dataset's data, and its id."""
+    check_kind("path_or_id", path_or_id, (str, os.PathLike), "pass a folder, or an id of Minari's")
+    if isinstance(path_or_id, str) and _ID.fullmatch(path_or_id):
+        return FilePath(extra("minari").storage.get_dataset_path(path_or_id), "data"), path_or_id
+    name = re.sub(r"[^\w-]+", "-", FilePath(path_or_id).resolve().name).strip("-") or "dataset"
+    return FilePath(path_or_id), name if re.search(r"-v\d+$", name) else f"{name}-v0"
+
+
+def _write(folder: FilePath, name: str, part: Part, env: Env, about: dict[str, Any]) -> None:
+    """Write a part by Minari in a folder of its own, and only then let the main file and the counts show it."""
+    storages, h5py, fresh = extra("minari.dataset.minari_storage"), extra("h5py"), folder / ".part"
+    fresh.mkdir(parents=True)
+    own = (env.observation_space, env.action_spec.space, getattr(env, "spec", None))
+    storages.MinariStorage.new(fresh, *own, jpeg_encoding=False).update_episodes(_buffers(part, env))
+    written = json.loads((fresh / _META).read_text())
+    fresh.rename(folder / name)
+    with replacing(folder / _MAIN) as copy:
+        if (folder / _MAIN).exists():
+            shutil.copyfile(folder / _MAIN, copy)
+        with h5py.File(copy, "a", track_order=True) as file:
+            for number in range(len(part.ends)):
+                link = h5py.ExternalLink(f"{name}/{_MAIN}", f"/episode_{number}")
+                file[f"episode_{about['total_episodes'] + number}"] = link
+    about["total_episodes"] += len(part.ends)
+    about["total_steps"] += int(part.ends[-1])
+    with replacing(folder / _META) as copy:
+        copy.write_text(json.dumps(written | about))
+
+
+def _buffers(part: Part, env: Env) -> Iterator[Any]:
+    """The episodes of a part as Minari takes them."""
+    columns, ends, starts, space = part.columns, part.ends, part.ends - part.lengths, env.observation_space
+    own = zip(env.observation_leaves, disassemble(space, space), strict=True)
+    dtypes = {leaf.path: child.dtype for leaf, child in own}
+    observed = {
+        path: np.insert(columns[path].astype(dtype), ends, columns["next", *path][ends - 1], axis=0)
+        for path, dtype in dtypes.items()
+    }
+    found = {".".join(path[2:]): each for path, each in columns.items() if path[:2] == INFO}
+    infos = {name: np.insert(each, starts, 0, axis=0) for name, each in found.items()}
+    numbers = {"rewards": REWARD, "terminations": TERMINATED, "truncations": TRUNCATED}
+    flat = {"actions": columns[ACTION], **{name: columns[path][:, 0] for name, path in numbers.items()}}
+    for number, (start, end, seed) in enumerate(zip(starts, ends, part.seeds, strict=True)):
+        wide = slice(start + number, end + number + 1)
+        yield extra("minari.data_collector.episode_buffer").EpisodeBuffer(
+            seed=seed,
+            observations=assemble(space, {path: each[wide] for path, each in observed.items()}),
+            infos={name: each[wide] for name, each in infos.items()} or None,
+            **{name: each[start:end] for name, each in flat.items()},
+        )
+
+
+def read_minari(
+    path_or_id: str | os.PathLike[str],
+    *,
+    frames_per_batch: int = 10_000,
+    drop: Sequence[str] = (),
+    buffer: ReplayBuffer | None = None,
+) -> Any:
+    """The batches [F] of a dataset of Minari's, with the keys of a rollout: an iterator, or the `buffer` with them.
+
+    A batch has whole episodes, one after another: `frames_per_batch` frames, or a few more. Trajectory ids number the
+    episodes; one that is broken off is truncated. Floating observations are float32, infos that are numbers are kept.
+
+    Args:
+        path_or_id: a folder, or the id of a dataset that has been downloaded or written here.
+        frames_per_batch: the frames in a batch.
+        drop: keys of a dict observation to leave out, such as texts; dots lead into nested ones.
+        buffer: a `ReplayBuffer` of any capacity, which is extended by all batches and returned.
+
+    Raises TypeError or ValueError for bad arguments, spaces without arrays, and infos that some episodes lack,
+    FileNotFoundError without a dataset, ImportError without minari: ``pip install 'funcollect[data]'``.
+
+    >>> read_minari("nobody/nothing-v0")
+    Traceback (most recent call last):
+    FileNotFoundError: path_or_id is 'nobody/nothing-v0', where no dataset of Minari's is: write or download it
+    """
+    check_positive("frames_per_batch", frames_per_batch, 10_000)
+    check_keys("drop", drop, "mission")
+    check_kind("buffer", buffer, (ReplayBuffer, type(None)), "pass a ReplayBuffer, or leave it out")
+    folder = _place(path_or_id)[0]
+    folder = folder / "data" if (folder / "data" / _META).exists() else folder
+    if not (folder / _META).exists():
+        what = f"path_or_id is {str(path_or_id)!r}, where no dataset of Minari's is"
+        raise FileNotFoundError(f"{what}: write or download it")
+    dataset = extra("minari").MinariDataset(folder)
+    space = plain_observations(dataset.observation_space, drop, None)
+    batches = batches_of(_episodes(dataset, space, observation_leaves(space)), frames_per_batch)
+    if buffer is None:
+        return batches
+    for batch in batches:
+        buffer.extend(batch)
+    return buffer
+
+
+def _episodes(dataset: Any, space: Space, leaves: Sequence[Leaf]) -> Iterator[Columns]:
+    count, acting, plain = dataset.total_episodes, dataset.action_space, plain_actions(dataset.action_space)
+    for start in range(0, count, _AT_ONCE):
+        for episode in dataset.storage.get_episodes(range(start, min(start + _AT_ONCE, count))):
+            rewards = episode["rewards"].reshape(-1)
+            rows = zip(leaves, disassemble(space, episode["observations"]), strict=True)
+            observed = {leaf.path: np.asarray(each, leaf.dtype).reshape(-1, *leaf.shape) for leaf, each in rows}
+            acted = [np.asarray(each).reshape(len(rewards), -1) for each in disassemble(acting, episode["actions"])]
+            action = np.concatenate(acted, 1).reshape(-1, *(plain.shape or ())).astype(plain.dtype)
+            infos = {path: np.asarray(each) for path, each in flatten(episode["infos"] or {}).items()}
+            known = {(*INFO, *path): each[-len(rewards) :] for path, each in infos.items() if each.dtype.kind in "biuf"}
+            ended = {TERMINATED: episode["terminations"], TRUNCATED: episode["truncations"]}
+            yield episode_columns(observed, ended, {ACTION: action, REWARD: rewards, **known})

@@ -1,0 +1,113 @@
+"""Tables of Hugging Face's `datasets`, a row for each frame; and arrays as columns of Arrow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path as FilePath
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from funcollect.arguments import check_kind, check_positive
+from funcollect.datasets.episodes import ACTION, DONE, REWARD, TERMINATED, TRUNCATED, Array, extra, parts_of
+from funcollect.tree import to_batch
+
+_NUMBERS = {REWARD, DONE, TERMINATED, TRUNCATED, DONE[1:], TERMINATED[1:], TRUNCATED[1:]}
+
+
+def to_hf(
+    batches: Iterable[TensorDictBase], folder: str | os.PathLike[str] | None = None, *, frames_per_part: int = 100_000
+) -> Any:
+    """The whole episodes of a run as a `datasets.Dataset`: a row for each frame, a column for each leaf of a batch.
+
+    Columns have the names of leaves, joined by dots: ``observation``, ``next.reward``, ``action_log_prob``. Nothing is
+    lost: `from_hf` returns the same frames. Rewards of one player and flags are numbers, other leaves nested lists of
+    fixed sizes. Episodes are joined across batches; those that have not ended are left out. With a `folder`, an empty
+    one, a part of `frames_per_part` frames, or a few more, is saved there once it is full, and the dataset shows these
+    files; otherwise it is in memory.
+
+    Raises TypeError or ValueError for bad arguments and without any whole episode, FileExistsError for a folder with
+    files, ImportError without `datasets`: ``pip install 'funcollect[data]'``.
+
+    >>> import funcollect as fc
+    >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=100, total_frames=200, seed=0) as collector:
+    ...     dataset = to_hf(collector)
+    >>> len(dataset[0]["observation"]), next(from_hf(dataset))["next", "reward"].shape[1:]
+    (4, torch.Size([1]))
+    """
+    check_kind("folder", folder, (str, os.PathLike, type(None)), "pass a folder, or leave it out")
+    root, library, tables = None if folder is None else FilePath(folder), extra("datasets"), []
+    for number, part in enumerate(parts_of(batches, ..., None, frames_per_part, root)):
+        flat = {path: each[:, 0] if _is_number(path, each) else each for path, each in part.columns.items()}
+        rows = extra("pyarrow").table({".".join(path): to_arrow(each) for path, each in flat.items()})
+        tables.append(library.Dataset(rows))
+        if root is not None:
+            tables.pop().save_to_disk(root / ".part")
+            tables.append(library.load_from_disk((root / ".part").rename(root / f"part-{number:05}")))
+    if not tables:
+        raise ValueError("batches have no whole episode, expected one or more: collect more frames")
+    return library.concatenate_datasets(tables)
+
+
+def from_hf(dataset: Any, *, frames_per_batch: int = 10_000) -> Iterator[TensorDict]:
+    """Batches [F] of a `datasets.Dataset` with columns as `to_hf` writes them, or of the folder with such parts.
+
+    They have `frames_per_batch` frames, the last one fewer, and may end within episodes, as those of a rollout. Other
+    columns than numbers and lists of fixed sizes are left out. Raises TypeError for something else, ValueError without
+    the columns of a batch, FileNotFoundError without parts, ImportError without `datasets`. `to_hf` has an example:
+
+    >>> from_hf("nowhere")
+    Traceback (most recent call last):
+    FileNotFoundError: dataset is 'nowhere', where no parts are, expected a folder of to_hf: check the path
+    """
+    check_positive("frames_per_batch", frames_per_batch, 10_000)
+    library = extra("datasets")
+    if isinstance(dataset, (str, os.PathLike)):
+        if not (parts := sorted(FilePath(dataset).glob("part-*"))):
+            what = f"dataset is {str(dataset)!r}, where no parts are, expected a folder of to_hf"
+            raise FileNotFoundError(f"{what}: check the path")
+        dataset = library.concatenate_datasets([library.load_from_disk(part) for part in parts])
+    check_kind("dataset", dataset, library.Dataset, "pass a datasets.Dataset, or a folder of to_hf")
+    names = {".".join(path) for path in (ACTION, REWARD, DONE, TERMINATED, TRUNCATED)}
+    if missing := sorted(names - {*dataset.column_names}):
+        raise ValueError(f"dataset lacks the columns {missing}, it has {dataset.column_names}: rename them")
+    rows = dataset.with_format("arrow")
+    return (_batch(rows[start : start + frames_per_batch]) for start in range(0, len(dataset), frames_per_batch))
+
+
+def _is_number(path: tuple[str, ...], leaf: Array) -> bool:
+    return path in _NUMBERS and leaf.shape[1:] == (1,)
+
+
+def _batch(table: Any) -> TensorDict:
+    arrays = {(*name.split("."),): from_arrow(table.column(name)) for name in table.column_names}
+    leaves = {path: each for path, each in arrays.items() if each is not None}
+    leaves |= {path: leaves[path][:, None] for path in _NUMBERS & leaves.keys() if leaves[path].ndim == 1}
+    return to_batch({path: torch.from_numpy(each) for path, each in leaves.items()}, (table.num_rows,))
+
+
+def to_arrow(array: Array) -> Any:
+    """An array [n, ...] as one of Arrow: numbers, or nested lists of fixed sizes."""
+    made = extra("pyarrow").array(array.reshape(-1))
+    for size in reversed(array.shape[1:]):
+        made = extra("pyarrow").FixedSizeListArray.from_arrays(made, size)
+    return made
+
+
+def from_arrow(column: Any, shape: tuple[int, ...] | None = None) -> Array | None:
+    """An array [n, *shape] from a chunked column of numbers or nested lists; None for one of anything else.
+
+    Without a `shape`, lists have the sizes of their types.
+    """
+    types, sizes = extra("pyarrow").types, []
+    made = column.cast(column.type.storage_type) if hasattr(column.type, "storage_type") else column
+    while types.is_fixed_size_list(made.type) or (shape is not None and types.is_list(made.type)):
+        sizes.append(getattr(made.type, "list_size", 0))
+        made = extra("pyarrow.compute").list_flatten(made)
+    if not types.is_boolean(made.type) and not types.is_integer(made.type) and not types.is_floating(made.type):
+        return None
+    array: Array = made.to_numpy().reshape(len(column), *(sizes if shape is None else shape))
+    return np.require(array, requirements="W")

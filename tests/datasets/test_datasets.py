@@ -1,0 +1,400 @@
+"""Datasets: what is read equals what was collected, by this library and by the format's own; parts survive a kill."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+
+import datasets as hugging_face
+import gymnasium
+import h5py
+import minari
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+from gymnasium import spaces
+
+import funcollect as fc
+from funcollect.datasets import from_arrays, from_hf, read_lerobot, read_minari, to_hf, write_lerobot, write_minari
+from funcollect.datasets.episodes import DONE, INFO
+from funcollect.envs.host.host_env import info_names  # noqa: F401
+from tests.support.cases import torch_mlp
+from tests.support.compare import assert_same, bits, leaves
+from tests.support.envs.light_envs import Sampling
+from tests.support.running import ROOT
+
+PIXELS = spaces.Box(0, 255, (6, 5, 3), np.uint8)
+DICT = spaces.Dict({
+    "camera": PIXELS,
+    "arm": spaces.Dict({"angle": spaces.Box(-1, 1, (1,), np.float64), "grip": spaces.Discrete(4, start=2)}),
+    "grid": spaces.Box(0, 9, (2, 3), np.int32),
+})  # fmt: skip
+BOX = spaces.Box(-1, 1, (3,), np.float64)
+SPACES = {
+    "box": (BOX, spaces.Box(-1, 1, (1,), np.float32), {}),
+    "pixels": (PIXELS, spaces.Discrete(3, start=5), {}),
+    "dict": (DICT, spaces.Box(-2, 2, (2,), np.float64), {}),
+    "tuple, one-hot": (spaces.Tuple((BOX, spaces.Discrete(3))), spaces.Discrete(4), {"one_hot": True}),
+}
+INFOS = ["half", "pair", "flag"]
+
+
+def make(kind, lanes=3):
+    observation, action, options = SPACES[kind]
+    factory = partial(Sampling, observation, action)
+    return fc.make_env([factory] * lanes, info_keys=INFOS, **options)
+
+
+def collected(env, cuts, **options):
+    size = {"frames_per_batch": cuts * (env.num_envs or 1), "total_frames": 60 * (env.num_envs or 1)}
+    with fc.SyncDataCollector(env, **size, seed=3, **options) as collector:
+        yield from collector
+
+
+def episodes(batches):
+    """The episodes of batches that are whole ones, or of a rollout [P, T], in an order of their contents."""
+    found = []
+    for batch in batches:
+        for row in batch.reshape(-1, batch.shape[-1]):
+            begin = 0
+            for end in (row[DONE][:, 0].nonzero()[:, 0] + 1).tolist():
+                found.append(row[begin:end])
+                begin = end
+    return sorted(found, key=lambda episode: [*map(bits, leaves(episode["next"]).values())])
+
+
+WRITERS = {
+    "minari": (write_minari, read_minari),
+    "lerobot": (write_lerobot, read_lerobot),
+    "film": (partial(write_lerobot, video=True), read_lerobot),
+}
+LOST = ("action_log_prob", "action_unsquashed", "collector")
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file <_io.Buffered:ResourceWarning")  # the pipes of imageio's reader
+@pytest.mark.parametrize("kind", SPACES)
+@pytest.mark.parametrize("form", WRITERS)
+def test_what_is_read_is_what_was_collected(form, kind, tmp_path):
+    """However the run is cut into batches, the dataset into parts, and the result into batches."""
+    write, read = WRITERS[form]
+    env = make(kind)
+    wanted = episodes(collected(env, 60))
+    if env.action_spec.one_hot:
+        for each in wanted:
+            each.unlock_()["action"] = each["action"].argmax(-1)
+    frames = sum(map(len, wanted))
+    for number, options in enumerate([{}, {"compact_obs": True}]):
+        folder = tmp_path / f"{form} {number}"
+        assert write(folder, collected(env, 6, **options), env=env, seed=3, frames_per_part=50) == frames
+        batches = [*read(folder, frames_per_batch=40)]
+        assert [len(batch) >= 40 for batch in batches[:-1]] == [True] * (len(batches) - 1)
+        assert sum(map(len, batches)) == frames
+        joined = torch.cat(batches)
+        assert joined["collector", "traj_ids"].unique_consecutive().tolist() == [*range(len(wanted))]
+        got = episodes(batches)
+        assert_same([each.exclude("collector") for each in got], [each.exclude(*LOST) for each in wanted])
+        assert all(each["collector", "step"].tolist() == [*range(len(each))] for each in got)
+        with pytest.raises(FileExistsError, match="choose another folder"):
+            write(folder, [], env=env)
+
+
+def test_a_table_of_hugging_face_has_every_leaf(tmp_path):
+    env, policy = fc.make_env("CartPole-v1", num_envs=3), torch_mlp(fc.make_env("CartPole-v1", num_envs=3))
+    wanted = episodes(collected(env, 60, policy=policy))
+    in_memory, saved = (
+        to_hf(collected(env, 6, policy=policy), to, frames_per_part=50) for to in (None, tmp_path / "t")
+    )
+    assert isinstance(saved, hugging_face.Dataset)
+    assert in_memory[5] == saved[5]
+    assert {"observation", "next.reward", "collector.traj_ids", "action_log_prob"} < {*saved.column_names}
+    for dataset in (in_memory, saved, tmp_path / "t"):
+        batches = [*from_hf(dataset, frames_per_batch=40)]
+        assert {len(batch) for batch in batches[:-1]} == {40}
+        assert_same(episodes([torch.cat(batches)]), wanted)
+    with pytest.raises(ValueError, match="expected one or more: collect more frames"):
+        to_hf([])
+    with pytest.raises(ValueError, match=r"lacks the columns \['action'\].*: rename them"):
+        from_hf(saved.remove_columns("action"))
+
+
+def test_minari_reads_spaces_infos_and_seeds_that_give_the_episodes_again(tmp_path):
+    env = fc.make_env("Pendulum-v1", num_envs=2, max_episode_steps=9)
+    with fc.SyncDataCollector(env, frames_per_batch=10, total_frames=80, seed=1) as collector:
+        write_minari(tmp_path / "dataset", collector, env=env, metadata={"author": "nobody"}, frames_per_part=30)
+    dataset = minari.MinariDataset(tmp_path / "dataset")
+    assert dataset.storage.metadata["author"] == {"nobody"}
+    assert (dataset.total_episodes, dataset.total_steps) == (8, 72)
+    assert dataset.env_spec.max_episode_steps == 9
+    made = dataset.recover_environment()
+    assert dataset.action_space == made.action_space
+    seeds = {each["seed"] for each in dataset.storage.get_episode_metadata(range(8))}
+    assert len(seeds) == 8
+    for episode, about in zip(dataset, dataset.storage.get_episode_metadata(range(8)), strict=True):
+        assert dataset.observation_space.contains(episode.observations[-1])
+        seen = [made.reset(seed=int(about["seed"]))[0]]
+        for action, reward in zip(episode.actions, episode.rewards, strict=True):
+            observation, again, *_ = made.step(action)
+            seen.append(observation)
+            assert reward == np.float32(again)
+        np.testing.assert_array_equal(episode.observations, seen)
+
+
+@pytest.mark.filterwarnings("ignore:.* is set to None:UserWarning", "ignore:Implicitly cleaning up:ResourceWarning")
+def test_batches_of_a_dataset_that_minari_has_collected_go_anywhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    env = minari.DataCollector(gymnasium.make("CartPole-v1"), record_infos=True)
+    for seed in range(20):
+        env.reset(seed=seed)
+        while not any(env.step(env.action_space.sample())[2:4]):
+            pass
+    theirs = env.create_dataset(
+        "cartpole/theirs-v0", algorithm_name="random", author="x", author_email="x", code_permalink="x", description="x"
+    )
+    env.close()
+    batches = [*read_minari("cartpole/theirs-v0", frames_per_batch=100)]
+    lengths = [len(each.rewards) for each in theirs]
+    stats = None
+    ended = []
+    for batch in batches:
+        stats = fc.episode_stats(batch, stats)
+        ended += stats.lengths.tolist()
+        values = torch.zeros(len(batch), 1)
+        _, target = fc.gae(batch, values, values, gamma=1.0, lmbda=1.0)
+        starts = batch["collector", "step"] == 0
+        assert target[starts, 0].tolist() == stats.returns.tolist() == stats.lengths.tolist()
+    assert ended == lengths
+    whole = torch.cat(batches)
+    np.testing.assert_array_equal(
+        whole["next", "observation"], np.concatenate([each.observations[1:] for each in theirs])
+    )
+    assert fc.split_trajectories(whole).shape == (20, max(lengths))
+    for size in (50, 10_000):
+        sampler = fc.SliceSampler(num_slices=4, traj_key=("collector", "traj_ids"), strict_length=False)
+        empty = fc.ReplayBuffer(storage=fc.LazyTensorStorage(size), sampler=sampler, batch_size=16)
+        buffer = read_minari("cartpole/theirs-v0", buffer=empty)
+        assert buffer is empty
+        assert len(buffer) == min(size, len(whole))
+        slices = buffer.sample()
+        assert {*map(float, slices["next", "reward"])} == {1.0}
+        buffer.dumps(tmp_path / f"dump{size}")
+    assert write_minari("cartpole/again-v0", [whole], env=fc.make_env("CartPole-v1")) == len(whole)
+    again = minari.load_dataset("cartpole/again-v0")
+    np.testing.assert_array_equal(again[3].observations, theirs[3].observations)
+    assert {"cartpole/again-v0", "cartpole/theirs-v0"} <= {*minari.list_local_datasets()}
+
+
+def test_texts_are_dropped_actions_of_parts_joined_and_broken_episodes_truncated(tmp_path):
+    from minari.data_collector.episode_buffer import EpisodeBuffer
+    from minari.dataset.minari_storage import MinariStorage
+
+    space = spaces.Dict({"mission": spaces.Text(8), "place": spaces.Box(0, 9, (2,), np.int64)})
+    acting = spaces.Dict({"go": spaces.Discrete(3), "turn": spaces.Discrete(2)})
+    storage = MinariStorage.new(tmp_path / "d", space, acting, data_format="hdf5")
+    places = np.arange(6).reshape(3, 2)
+    actions = {"go": np.array([2, 1]), "turn": np.array([0, 1])}
+    flags = {"terminations": np.zeros(2, bool), "truncations": np.zeros(2, bool)}
+    given = {"mission": ["a", "b", "c"], "place": places}
+    storage.update_episodes([EpisodeBuffer(observations=given, actions=actions, rewards=np.ones(2), **flags)])
+    about = json.loads((tmp_path / "d" / "metadata.json").read_text())
+    about |= {"dataset_id": "d-v0", "minari_version": minari.__version__}
+    (tmp_path / "d" / "metadata.json").write_text(json.dumps(about))
+    (batch,) = read_minari(tmp_path / "d", drop=["mission"])
+    assert batch["action"].tolist() == [[2, 0], [1, 1]]
+    assert batch["next", "place"].tolist() == places[1:].tolist()
+    assert batch["next", "truncated"][:, 0].tolist() == [False, True]
+    with pytest.raises(TypeError, match="mission is Text"):
+        read_minari(tmp_path / "d")
+
+
+def test_lerobots_files_are_as_its_specification_has_them(tmp_path):
+    env = make("dict")
+    frames = write_lerobot(tmp_path, collected(env, 20), env=env, fps=10, task="wave", frames_per_part=60)
+    info = json.loads((tmp_path / "meta" / "info.json").read_text())
+    assert (info["codebase_version"], info["total_frames"], info["fps"]) == ("v3.0", frames, 10)
+    features = info["features"]
+    assert features["observation.images.camera"] == {
+        "dtype": "image",
+        "shape": [6, 5, 3],
+        "names": ["height", "width", "channels"],
+    }
+    assert features["observation.arm.angle"]["shape"] == features["observation.arm.grip"]["shape"] == [1]
+    assert features["observation.grid"] == {"dtype": "int32", "shape": [2, 3], "names": None}
+    table = pyarrow.parquet.read_table(tmp_path / "data")
+    assert {*features} == {*table.column_names}
+    about = pyarrow.parquet.read_table(tmp_path / "meta" / "episodes").to_pandas().sort_values("episode_index")
+    rows = table.to_pandas().sort_values("index")
+    assert rows["index"].tolist() == [*range(frames)]
+    assert (rows["timestamp"] == (rows["frame_index"] / 10).astype(np.float32)).all()
+    for row in about.itertuples(index=False):
+        own = rows.iloc[row.dataset_from_index : row.dataset_to_index]
+        assert own["frame_index"].tolist() == [*range(row.length)]
+        assert own["next.done"].tolist() == [False] * (row.length - 1) + [True]
+        assert [*row.tasks] == ["wave"]
+    stats = json.loads((tmp_path / "meta" / "stats.json").read_text())
+    rewards = rows["next.reward"].to_numpy(np.float64)
+    for name, value in (
+        ("mean", rewards.mean()),
+        ("std", rewards.std()),
+        ("min", rewards.min()),
+        ("max", rewards.max()),
+    ):
+        np.testing.assert_allclose(stats["next.reward"][name], [value], rtol=1e-6, atol=1e-9)
+    assert np.shape(stats["observation.images.camera"]["mean"]) == (3, 1, 1)
+    # Its reader casts the columns to these features.
+    kinds = {name: hugging_face.Value("float32") for name in ("timestamp", "next.reward")}
+    kinds["observation.grid"] = hugging_face.Array2D((2, 3), "int32")
+    kinds["observation.images.camera"] = hugging_face.Image()
+    files = [str(path) for path in sorted((tmp_path / "data").glob("*/*.parquet"))]
+    cast = hugging_face.Dataset.from_parquet(
+        files, cache_dir=str(tmp_path / "cache"), columns=[*kinds], features=hugging_face.Features(kinds)
+    )
+    assert np.array(cast[0]["observation.grid"]).shape == (2, 3)
+    assert cast[0]["observation.images.camera"].size == (5, 6)
+
+
+def test_datasets_of_lerobots_users_may_lack_rewards_and_flags(tmp_path):
+    env = make("box")
+    write_lerobot(tmp_path, collected(env, 20), env=env, task="wave")
+    info = json.loads((tmp_path / "meta" / "info.json").read_text())
+    keep = [name for name in info["features"] if not name.startswith("next.")]
+    (file,) = (tmp_path / "data").glob("*/*.parquet")
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(file).select(keep), file)
+    (file,) = (tmp_path / "meta" / "episodes").glob("*/*.parquet")
+    table = pyarrow.parquet.read_table(file)
+    pyarrow.parquet.write_table(table.drop([name for name in table.column_names if "terminal" in name]), file)
+    info["features"] = {name: info["features"][name] for name in keep}
+    (tmp_path / "meta" / "info.json").write_text(json.dumps(info))
+    (batch,) = read_lerobot(tmp_path)
+    last = batch["next", "truncated"][:, 0]
+    assert int(last.sum()) == info["total_episodes"]
+    assert not batch["next", "reward"].any()
+    assert torch.equal(batch["next", "observation"][last], batch["observation"][last])
+    (tmp_path / "meta" / "info.json").write_text(json.dumps(info | {"codebase_version": "v2.1"}))
+    with pytest.raises(ValueError, match=r"'v2.1' of the format, expected v3.0: convert it"):
+        read_lerobot(tmp_path)
+
+
+RUN = """
+import sys
+from functools import partial
+import funcollect as fc
+
+def told(batches):
+    for batch in batches:
+        yield batch
+        print(flush=True)
+
+form, folder = sys.argv[1:]
+env = fc.make_env("CartPole-v1", num_envs=2)
+write = {"minari": partial(fc.datasets.write_minari, env=env), "lerobot": partial(fc.datasets.write_lerobot, env=env)}
+write["hf"] = lambda folder, batches, **options: fc.datasets.to_hf(batches, folder, **options)
+with fc.SyncDataCollector(env, frames_per_batch=100, total_frames=-1, seed=0) as collector:
+    write[form](folder, told(collector), frames_per_part=100)
+"""
+
+
+@pytest.mark.parametrize(("form", "read"), [("minari", read_minari), ("lerobot", read_lerobot), ("hf", from_hf)])
+def test_all_closed_parts_are_read_while_a_run_goes_on_and_after_it_was_killed(form, read, tmp_path):
+    folder = tmp_path / "dataset"
+    command = [sys.executable, "-c", RUN, form, str(folder)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
+        try:
+            for _ in range(8):  # batches, after which their parts are written
+                assert process.stdout.readline()
+            during = torch.cat([*read(folder)])
+        finally:
+            process.kill()
+    after = torch.cat([*read(folder)])
+    assert len(after) >= len(during) >= 300
+    assert_same(after[: len(during)], during)
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    with fc.SyncDataCollector(env, frames_per_batch=100, total_frames=2 * len(after) + 2_000, seed=0) as collector:
+        wanted = episodes([torch.cat([*collector], -1)])
+    wanted = {bits(each["observation"]): each for each in wanted}
+    for each in episodes([after]):
+        same = wanted[bits(each["observation"])]
+        assert_same(each["next"], same["next"])
+        assert torch.equal(each["action"], same["action"])
+
+
+def test_parts_are_written_while_batches_come_and_workers_episodes_are_joined(tmp_path):
+    env = make("box", lanes=2)
+    seen = []
+
+    def watched():
+        for batch in collected(env, 20):
+            yield batch
+            parts = [*(tmp_path / "d").glob("part-*")]
+            seen.append(sum(map(len, read_minari(tmp_path / "d"))) if parts else 0)
+
+    frames = write_minari(tmp_path / "d", watched(), env=env, frames_per_part=1)
+    assert 0 < seen[0] < seen[1] < seen[2] == frames
+    makers = [partial(make, "box", lanes=2)] * 2
+    with fc.MultiaSyncDataCollector(makers, frames_per_batch=14, total_frames=280, seed=0) as collector:
+        frames = write_minari(tmp_path / "w", collector, env=env)
+    assert 200 < frames <= 280
+    seeds = [each["seed"] for each in minari.MinariDataset(tmp_path / "w").storage.get_episode_metadata(range(20))]
+    assert len({*seeds}) == 20
+    with pytest.raises(ValueError, match="batches have lanes up to 3, but seed is of a run with 2: pass the collector"):
+        with fc.MultiSyncDataCollector(makers, frames_per_batch=80, total_frames=80, seed=0) as collector:
+            write_minari(tmp_path / "x", iter([*collector]), env=env, seed=0)
+
+
+N = 7
+ROWS = {
+    "observations": np.arange(2.0 * N).reshape(N, 2),
+    "actions": np.arange(N),
+    "rewards": np.arange(N, dtype=np.float64),
+    "terminals": np.arange(N) == 2,
+    "timeouts": np.arange(N) == 4,
+}
+
+
+def test_arrays_with_d4rls_names(tmp_path):
+    batch = from_arrays(ROWS)  # frames 4 and 6 have no next observation, and end truncated episodes
+    assert batch["next", "reward"][:, 0].tolist() == [0, 1, 2, 3, 5]
+    assert batch["collector", "traj_ids"].tolist() == [0, 0, 0, 1, 2]
+    assert batch["next", "terminated"][:, 0].tolist() == [False, False, True, False, False]
+    assert batch["next", "truncated"][:, 0].tolist() == [False, False, False, True, True]
+    assert batch["next", "observation"][:, 0].tolist() == [2, 4, 6, 8, 12]
+    assert (batch["observation"].dtype, batch["action"].dtype) == (torch.float32, torch.int64)
+    more = {"next_observations": ROWS["observations"] + 1, "infos/qpos": np.ones((N, 3)), "infos": {"goal": np.ones(N)}}
+    more |= {"metadata/algorithm": np.array(b"sac"), "infos/name": np.full(N, b"x")}
+    whole = from_arrays(ROWS | more)
+    with h5py.File(tmp_path / "d4rl.hdf5", "w") as file:
+        for name, each in (ROWS | more).items():
+            for path, array in each.items() if isinstance(each, dict) else [("", each)]:
+                file[f"{name}/{path}".rstrip("/")] = array
+        assert_same(from_arrays(file), whole)
+    assert_same(from_arrays(tmp_path / "d4rl.hdf5"), whole)
+    assert len(whole) == N
+    assert whole[(*INFO, "qpos")].shape == (N, 3)
+    assert torch.equal(whole["next", "observation"], whole["observation"] + 1)
+    assert fc.episode_stats(whole).lengths.tolist() == [3, 2, 2]
+    several = ROWS | {"observations": {"a": ROWS["observations"], "b": np.zeros(N, np.uint8)}}
+    assert from_arrays(several)["next", "b"].dtype == torch.uint8
+
+
+@pytest.mark.parametrize(("change", "error", "words"), [
+    ({"rewards": np.ones(3)}, ValueError, "'next.reward': 3.*expected one length, of at least 1: cut them"),
+    ({"rewards": None}, ValueError, "expected observations, actions, rewards and terminations"),
+])  # fmt: skip
+def test_arrays_that_do_not_fit(change, error, words):
+    with pytest.raises(error, match=words):
+        from_arrays({name: each for name, each in (ROWS | change).items() if each is not None})
+    with pytest.raises(FileNotFoundError, match="check the path"):
+        from_arrays("nowhere.hdf5")
+
+
+def test_several_players_and_agents_are_refused(tmp_path):
+    env = fc.make_env("pettingzoo/mpe/simple_tag_v3", num_envs=2)
+    with pytest.raises(ValueError, match="groups of agents, expected one agent: to_hf writes any batch"):
+        write_minari(tmp_path / "d", [], env=env)
+    env = make("box")
+    batch = next(collected(env, 60)).unlock_()
+    batch["next", "reward"] = batch["next", "reward"].expand(-1, -1, 2).clone()
+    for write in (write_minari, write_lerobot):
+        with pytest.raises(ValueError, match=r"shape \[\d+, 2\], expected one player's: use to_hf"):
+            write(tmp_path / write.__name__, [batch], env=env)
+    assert next(from_hf(to_hf([batch])))["next", "reward"].shape[1] == 2
