@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from tensordict import is_tensor_collection
 from typing_extensions import override
 
 from funcollect.arguments import check_choice, check_flags, check_not_given, check_number, check_positive
 from funcollect.buffers import Arrays, Floats, Ints, indices
 from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Sampler
+from funcollect.buffers.recent_sampler import RecentSampler
+from funcollect.buffers.slots import numbers_of, present_in
+from funcollect.buffers.sum_tree import SumTree
 from funcollect.buffers.trajectory_index import Trajectories
 from funcollect.buffers.uniform_samplers import (
     MultiStepSampler,
@@ -26,109 +25,12 @@ from funcollect.buffers.uniform_samplers import (
     returns_of,
     takes_replacement,
 )
-from funcollect.messages import shown
 from funcollect.tree import Path
 
 __all__ = [
-    "MultiStepSampler", "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "Sampler",
-    "SamplerWithoutReplacement", "SliceSampler", "SliceSamplerWithoutReplacement",
+    "MultiStepSampler", "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "RecentSampler",
+    "Sampler", "SamplerWithoutReplacement", "SliceSampler", "SliceSamplerWithoutReplacement",
 ]  # fmt: skip
-
-_WIDTH = 16  # of the blocks in a `SumTree`; 32 and 64 are slower
-_MOST_AT_TOP = 1 << 14  # numbers whose running sums are made again after each change
-
-
-class SumTree:
-    """A weight of at least 0 for each of `capacity` slots. Weights are 0 at first, and a slot of weight 0 is not drawn.
-
-    Blocks of weights have sums, blocks of these sums again, until few enough numbers are left that all their running
-    sums are made again after a change. A buffer of a million frames needs two levels above the weights.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        sizes = [capacity]
-        while sizes[-1] > _MOST_AT_TOP:
-            sizes[-1] += -sizes[-1] % _WIDTH
-            sizes.append(sizes[-1] // _WIDTH)
-        # Each list has one array per level, the weights of the slots first.
-        self._sums: list[Floats] = [np.zeros(size) for size in sizes]
-        self._least: list[Floats] = [np.full(size, np.inf) for size in sizes]  # positive weight below each, if any
-        self._top: Floats | None = None  # 0 and the running sums of the last level, until a weight changes
-
-    def put(self, slots: Ints, weights: Floats) -> None:
-        """Set the weights of slots; if a slot is repeated, its last weight counts."""
-        self._top = None
-        self._sums[0][slots] = weights
-        self._least[0][slots] = np.where(weights > 0, weights, np.inf)
-        block = slots
-        for (sums, least), (above, least_above) in pairwise(zip(self._sums, self._least, strict=True)):
-            block = block // _WIDTH  # the same one may come several times
-            # `reduce` is what `sum` and `min` call, but sooner.
-            above[block] = np.add.reduce(sums.reshape(-1, _WIDTH).take(block, axis=0), axis=1)
-            least_above[block] = np.minimum.reduce(least.reshape(-1, _WIDTH).take(block, axis=0), axis=1)
-
-    def get(self, slots: Ints) -> Floats:
-        """The weights of slots."""
-        return self._sums[0].take(slots)
-
-    @property
-    def _running(self) -> Floats:
-        if self._top is None:
-            self._top = np.empty(len(self._sums[-1]) + 1)
-            self._top[0] = 0.0
-            torch.cumsum(torch.from_numpy(self._sums[-1]), -1, out=torch.from_numpy(self._top[1:]))
-        return self._top
-
-    @property
-    def total(self) -> float:
-        """The sum of all weights."""
-        return float(self._running[-1])
-
-    @property
-    def least(self) -> float:
-        """The least positive weight; infinite if there is none."""
-        return float(np.minimum.reduce(self._least[-1]))
-
-    def find(self, places: Floats) -> Ints:
-        """The slots at the given places in ``[0, 1)``, if all weights are laid end to end on that interval."""
-        upto = self._running
-        rest = np.minimum(places * upto[-1], math.nextafter(upto[-1], 0.0))
-        order = rest.argsort()  # sorted places are found sooner, by more than it takes to sort them
-        found = np.empty(len(rest), np.int64)
-        found[order] = upto.searchsorted(rest[order], side="right") - 1
-        rest -= upto.take(found)
-        rows, each = np.zeros((len(places), _WIDTH + 1)), np.arange(len(places))
-        ends = torch.from_numpy(rows[:, 1:])
-        for sums in self._sums[-2::-1]:
-            some = torch.from_numpy(sums.reshape(-1, _WIDTH).take(found, axis=0))
-            torch.cumsum(some, -1, out=ends)  # which takes a third of NumPy's time
-            # Rounding must not move a place past the end of its block, where the next slot may have the weight 0.
-            rest = np.minimum(rest, np.nextafter(rows[:, -1], 0.0))
-            child = (rows[:, 1:] > rest[:, None]).argmax(axis=1)
-            rest -= rows[each, child]
-            found = found * _WIDTH + child
-        return found
-
-    def find_among(self, slots: Ints, places: Floats) -> Ints:
-        """The same over the weights of `slots` [M] alone; ValueError if all of them are 0."""
-        upto = self.get(slots).cumsum()
-        if not upto[-1] > 0:
-            raise ValueError("every frame at which a slice can begin has priority 0: give some frame a positive one")
-        places = np.minimum(places * upto[-1], math.nextafter(upto[-1], 0.0))
-        return slots[np.searchsorted(upto, places, side="right")]
-
-
-def numbers_of(name: str, values: Any, kinds: str) -> npt.NDArray[Any]:
-    """The values as an array ``[N]``; TypeError unless its dtype is of one of these kinds."""
-    wanted = "integers: slots" if kinds == "iu" else "numbers: one for each frame, or one for all"
-    try:
-        array = torch.as_tensor(values).detach().cpu()
-        numbers = (array.float() if array.dtype == torch.bfloat16 else array).numpy().reshape(-1)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} is {shown(values)}, expected {wanted}") from error
-    if numbers.dtype.kind not in kinds and (numbers.size or is_tensor_collection(values)):
-        raise TypeError(f"{name} is {numbers.dtype if numbers.size else type(values).__name__}, expected {wanted}")
-    return numbers
 
 
 def check_priorities(given: Floats) -> float:
@@ -138,19 +40,6 @@ def check_priorities(given: Floats) -> float:
         what = f"priorities lie between {lowest} and {highest}, expected finite numbers of at least 0"
         raise ValueError(f"{what}: give for example the absolute TD error")
     return highest
-
-
-def later(written: Any, now: int, count: int) -> Any:
-    """How many frames were written after these numbers of frames, one or [N]; ValueError for impossible ones."""
-    least = most = written
-    if type(written) is not int:
-        written = numbers_of("written", written, "iu").astype(np.int64)
-        if len(written) not in (1, count):
-            raise ValueError(f"written has {len(written)} numbers for {count} frames: give one for each, or for all")
-        least, most = written.min(initial=now), written.max(initial=0)
-    if not 0 <= least <= most <= now:
-        raise ValueError(f"written is {shown(written)}, expected 0 to {now}, the frames so far: pass written_at(index)")
-    return now - written
 
 
 class PrioritizedSampler(RandomSampler):
@@ -221,9 +110,9 @@ class PrioritizedSampler(RandomSampler):
     def alpha(self, alpha: float | torch.Tensor) -> None:
         _check_exponent("alpha", alpha)
         if self._alpha > 0:
-            weights = self._priorities.get(slots := np.arange(self.max_capacity))
+            weights, highest = self.stored()
             changed = weights ** (float(alpha) / float(self._alpha))
-            self._priorities.put(slots, np.where(weights > 0, changed, 0.0))
+            self.begin(np.where(weights > 0, changed, 0.0), highest)
         self._alpha = alpha
 
     @override
@@ -244,16 +133,23 @@ class PrioritizedSampler(RandomSampler):
     @override
     def state(self) -> Arrays:
         exponents = np.array([float(self.alpha), float(self.beta)])
-        weights = self._priorities.get(np.arange(self.max_capacity))
-        return {"weights": weights, "highest": np.array(self._highest), "exponents": exponents}
+        weights, highest = self.stored()
+        return {"weights": weights, "highest": np.array(highest), "exponents": exponents}
 
     @override
     def load(self, state: Arrays) -> None:
         if "exponents" in state:
             self._alpha, self.beta = state["exponents"].tolist()
-        self._priorities, self._highest = SumTree(self.max_capacity), float(state.get("highest", 1.0))
         # The dump may come from a sampler with a larger max_capacity, whose further slots hold no frames.
-        weights = state.get("weights", np.zeros(0))[: self.max_capacity]
+        self.begin(state.get("weights", np.zeros(0))[: self.max_capacity], float(state.get("highest", 1.0)))
+
+    def stored(self) -> tuple[Floats, float]:
+        """The weights of all slots, and the highest priority given."""
+        return self._priorities.get(np.arange(self.max_capacity)), self._highest
+
+    def begin(self, weights: Floats, highest: float) -> None:
+        """Begin with these weights of the first slots."""
+        self._priorities, self._highest = SumTree(self.max_capacity), highest
         self._priorities.put(np.arange(len(weights)), weights)
 
     def update_priority(self, memory: BufferView, index: Any, priority: Any, written: Any, before: int) -> None:
@@ -262,17 +158,8 @@ class PrioritizedSampler(RandomSampler):
         given = numbers_of("priority", priority, "fiub").astype(np.float64)
         if len(given) not in (1, len(slots)):
             raise ValueError(f"{len(given)} priorities are given for {len(slots)} frames: give one each, or for all")
-        after = 0 if written is None else later(written, before + memory.written, len(slots))
-        late = bool(np.any(after > 0)) if isinstance(after, np.ndarray) else after > 0
-        if len(slots) and (late or slots.view(np.uint64).max() >= len(memory)):  # a negative one is huge there
-            present = slots != -1
-            if late:  # the frame that a slot held then is still there
-                present &= ((memory.written - 1 - slots) % memory.capacity >= after) & (after < memory.written)
+        if (present := present_in(memory, slots, written, before)) is not None:
             slots, given = slots[present], given if len(given) == 1 else given[present]
-            if len(slots) and slots.view(np.uint64).max() >= len(memory):
-                what = f"index holds slots from {slots.min()} to {slots.max()}"
-                where = f"the buffer has frames in 0 … {len(memory) - 1}"
-                raise ValueError(f'{what}, {where}: give slots that extend returned, or those in info["index"]')
         highest = check_priorities(given)
         if len(slots):
             self._priorities.put(slots, self._weights(given))
@@ -347,7 +234,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             tree.find(uniform(4 * spec.num_slices)), spec.num_slices, len(memory), partial(spec.begins, index),
             lambda begins, count: tree.find_among(begins, uniform(count)),
         )  # fmt: skip
-        weights = self._corrections(slots.repeat(spec.slice_len))
+        weights = self._corrections(slots.repeat(spec.rows))
         return self.with_returns(memory, spec.sample(index, *index.places(slots), priority_weight=weights))
 
     def __repr__(self) -> str:
