@@ -17,8 +17,7 @@ from funcollect.buffers.editing import WRITTEN, rows_of
 from funcollect.buffers.indices import wanted_size
 from funcollect.buffers.keyed_replay import TensorDictReplayBuffer
 from funcollect.buffers.replay import ReplayBuffer
-from funcollect.buffers.samplers import PrioritizedSampler
-from funcollect.buffers.slots import numbers_of
+from funcollect.buffers.samplers import PrioritizedSampler, numbers_of
 from funcollect.buffers.storages.packed_rows import leaves_of
 from funcollect.messages import shown
 from funcollect.trajectories.split import readable
@@ -135,13 +134,9 @@ def _concatenated(batches: list[Any]) -> Any:
     if named := all(isinstance(batch, TensorDictBase) for batch in batches):
         keys = set.intersection(*({*batch.keys(True, True)} for batch in batches))
         batches = [batch.select(*keys) for batch in batches]
-    forms = [
-        {path: (tuple(leaf.shape[1:]), leaf.dtype, leaf.device) for path, leaf in leaves_of(batch).items()}
-        for batch in batches
-    ]
-    for form in forms:
-        if form != forms[0] or not form:
-            got = {readable(path): (forms[0].get(path), form.get(path)) for path in sorted({*form, *forms[0]})}
-            what = f"frames of the buffers are {got}, expected the same keys, shapes, dtypes and devices"
-            raise ValueError(f"{what}: give one of the buffers a sample_transform= that converts them")
+    leaves = [leaves_of(batch) for batch in batches]
+    forms = [{readable(p): (tuple(x.shape[1:]), x.dtype, x.device) for p, x in each.items()} for each in leaves]
+    if not forms[0] or any(form != forms[0] for form in forms):
+        what = f"frames of the buffers have {forms}, expected the same keys, shapes, dtypes and devices"
+        raise ValueError(f"{what}: give one of the buffers a sample_transform= that converts them")
     return torch.cat(batches) if named else optree.tree_map(lambda *leaves: torch.cat(leaves), *batches)

@@ -134,7 +134,8 @@ class ReplayBuffer(FramesByIndex):
     def _extend(self, data: Any) -> Tensor:
         with self._lock, Uninterrupted():
             slots = self._memory.extend(data)
-            self._discard_prefetched()
+            if self._ahead:
+                self._discard_prefetched()
             self.sampler.extended(self._memory, slots)
             return self._index(slots)
 

@@ -80,7 +80,9 @@ BAD = {
     "torch.float32.*expected the same keys, shapes, dtypes and devices": lambda: mixture(
         filled({"x": torch.ones(3)})
     ).sample(4),
-    "frames of the buffers are {}, expected": lambda: mixture(filled(TensorDict({"y": torch.ones(3)}, [3]))).sample(4),
+    r"frames of the buffers have \[{}, {}\], expected": lambda: mixture(
+        filled(TensorDict({"y": torch.ones(3)}, [3]))
+    ).sample(4),
     "index holds 20, expected slots below 20": lambda: mixture(filled(numbers(4))).update_priority([20], 1.0),
 }
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import funcollect as fc
-from funcollect.buffers.device_priorities import DeviceTree, move_to
+from funcollect.buffers.device_priorities import move_to
 from funcollect.buffers.samplers import SumTree
 from tests.buffers.conftest import filled
 from tests.support.compare import implausible
@@ -304,28 +304,10 @@ def test_a_priority_of_zero_does_not_remove_a_frame():
     torch.testing.assert_close(torch.tensor(priorities(buffer)), torch.arange(SIZE) + 1e-2)
 
 
-@each_device
-@pytest.mark.parametrize("capacity", [1, 7, 600, 20_000, 300_000])
-def test_a_tree_on_a_device_is_that_of_the_host(capacity, device):
-    """Bit for bit, if weights can be added without rounding."""
-    generator, host = np.random.default_rng(capacity), SumTree(capacity)
-    tree = DeviceTree(capacity, torch.device(device))
-    for _ in range(4):
-        slots = np.unique(generator.integers(capacity, size=200))
-        weights = generator.integers(0, 9, len(slots)) + (generator.random(len(slots)) < 0.1) + 0.0
-        host.put(slots, weights)
-        tree.put(torch.from_numpy(slots).to(device), torch.from_numpy(weights).to(device))
-        assert tree.get(torch.arange(capacity, device=device)).tolist() == host.get(np.arange(capacity)).tolist()
-        assert float(tree.least) == host.least
-        if host.total:
-            places = np.concatenate([generator.random(500), [0.0, 1 - 2**-53]])
-            assert tree.find(torch.from_numpy(places).to(device)).tolist() == host.find(places).tolist()
-
-
-def twins(device, **options):
+def twins(device, alpha=0.7, **options):
     """A buffer whose priorities are on the host, and one whose priorities are on a device."""
     for moved in (False, True):
-        sampler, generator = fc.PrioritizedSampler(50, 0.7, 0.5, **options), torch.Generator().manual_seed(0)
+        sampler, generator = fc.PrioritizedSampler(50, alpha, 0.5, **options), torch.Generator().manual_seed(0)
         storage = fc.LazyTensorStorage(40, device=device if moved else "cpu")
         buffer = fc.ReplayBuffer(storage=storage, sampler=sampler, batch_size=12, generator=generator)
         if device == "cpu" and moved:
@@ -338,7 +320,7 @@ def twins(device, **options):
 @pytest.mark.parametrize("within", [False, True])
 def test_priorities_on_a_device_are_those_of_the_host(within, device, tmp_path):
     host, there = twins(device, max_priority_within_buffer=within)
-    assert there.sampler._tree is not None
+    assert there.sampler._there is not None
     index = None
     for turn in range(12):
         (one, info), (two, other) = (buffer.sample(return_info=True) for buffer in (host, there))
