@@ -18,13 +18,13 @@ _LARGEST = torch.finfo(torch.float64).max
 def move_to(device: torch.device, sampler: indices.Sampler) -> None:
     """Move the priorities of single frames to a device; other samplers need the index of trajectories, on the host."""
     if type(sampler) is samplers.PrioritizedSampler and sampler.returns is None:
-        stored, here = sampler.stored(), cast(PrioritizedSampler, sampler)
-        here.__class__, here.device = PrioritizedSampler, device
+        stored, here = sampler.stored(), cast(DevicePrioritizedSampler, sampler)
+        here.__class__, here.device = DevicePrioritizedSampler, device
         here.begin(*stored)
 
 
-class PrioritizedSampler(samplers.PrioritizedSampler):
-    """The sampler of this name for a storage on a device; dumps of both are alike.
+class DevicePrioritizedSampler(samplers.PrioritizedSampler):
+    """A `PrioritizedSampler` for a storage on a device; dumps of both are alike.
 
     In place of a tree, it has the running sums of all weights, which a GPU makes again as fast as it runs through one.
     """
@@ -82,3 +82,6 @@ class PrioritizedSampler(samplers.PrioritizedSampler):
         least = torch.where(self._there > 0, self._there, torch.inf).amin()
         weight = (self._there[slots] / least) ** -float(self.beta)
         return SampleIndices(slots=slots, info={"priority_weight": weight.float()})
+
+
+DevicePrioritizedSampler.__name__ = samplers.PrioritizedSampler.__name__  # which dumps and texts have

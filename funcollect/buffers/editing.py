@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -136,7 +137,7 @@ def rows_of(values: Any, shape: tuple[int, ...]) -> dict[Path, Tensor]:
         if leaf.shape[: len(shape)] != shape:
             what = f"values has {readable(path)} of shape {list(leaf.shape)}, expected {list(shape)} first"
             raise ValueError(f"{what}: give one value for each row of index")
-    return {path: leaf.reshape(-1, *leaf.shape[len(shape) :]) for path, leaf in leaves.items()}
+    return {path: leaf.reshape(math.prod(shape), *leaf.shape[len(shape) :]) for path, leaf in leaves.items()}
 
 
 def _is_key(index: Any) -> bool:

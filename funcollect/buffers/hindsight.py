@@ -112,7 +112,7 @@ class _Relabelled(SampleIndices):
             raise ValueError(f"{what}: collect from an environment whose observations are dicts with goals")
         rows, count = torch.from_numpy(self.rows).to(batch.device), len(self.of.slots)
         frames, goals = self.of.finish(batch[:count]), batch["next", _ACHIEVED][count:]
-        frames[_GOAL][rows] = frames["next", _GOAL][rows] = goals
+        frames[_GOAL][rows] = frames["next", _GOAL][rows] = goals.to(frames[_GOAL].dtype)
         changed, rewards = frames[rows], frames["next", "reward"]
         given = torch.as_tensor(self.reward(changed["next", _ACHIEVED], changed[_GOAL], changed))
         if given.numel() != len(rows) * rewards[:1].numel():

@@ -99,9 +99,10 @@ class RecentSampler(RandomSampler):
 
     @override
     def give_back(self, drawn: SampleIndices) -> None:
+        slots = drawn.slots if drawn.taken is None else drawn.taken
         if self.once:
-            self._used[drawn.slots] = False
-            self._left = None if self._left is None else np.concatenate([drawn.slots, self._left])
+            self._used[slots] = False
+            self._left = None if self._left is None else np.concatenate([slots, self._left])
 
     @override
     def state(self) -> Arrays:

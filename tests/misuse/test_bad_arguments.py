@@ -187,7 +187,9 @@ SUITES = {
     "playground": {"env": "CartpoleBalance"},
     "xminigrid": {"env": "MiniGrid-Empty-5x5"},
 }
-NOTHING = "RandomSampler RecentSampler ReplayBuffer SamplerWithoutReplacement envs.CartPole envs.Pendulum ring.Trajectories"
+NOTHING = (
+    "RandomSampler RecentSampler ReplayBuffer SamplerWithoutReplacement envs.CartPole envs.Pendulum ring.Trajectories"
+)
 NOTHING += " TensorDictReplayBuffer"
 # Good arguments for each public callable, made anew for each test.
 GOOD = {
