@@ -24,14 +24,17 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.buffers import ring as ring
     from funcollect.buffers import samplers as samplers
     from funcollect.buffers import storages as storages
+    from funcollect.buffers.hindsight import hindsight as hindsight
     from funcollect.buffers.keyed_replay import TensorDictPrioritizedReplayBuffer as TensorDictPrioritizedReplayBuffer
     from funcollect.buffers.keyed_replay import TensorDictReplayBuffer as TensorDictReplayBuffer
+    from funcollect.buffers.mixed import mix as mix
     from funcollect.buffers.reader import ReplayReader as ReplayReader
     from funcollect.buffers.replay import ReplayBuffer as ReplayBuffer
     from funcollect.buffers.samplers import MultiStepSampler as MultiStepSampler
     from funcollect.buffers.samplers import PrioritizedSampler as PrioritizedSampler
     from funcollect.buffers.samplers import PrioritizedSliceSampler as PrioritizedSliceSampler
     from funcollect.buffers.samplers import RandomSampler as RandomSampler
+    from funcollect.buffers.samplers import RecentSampler as RecentSampler
     from funcollect.buffers.samplers import SamplerWithoutReplacement as SamplerWithoutReplacement
     from funcollect.buffers.samplers import SliceSampler as SliceSampler
     from funcollect.buffers.samplers import SliceSamplerWithoutReplacement as SliceSamplerWithoutReplacement

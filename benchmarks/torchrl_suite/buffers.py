@@ -238,7 +238,7 @@ DOCUMENTED = {
         prioritized_weights_expanded_to_records requires_tensordict_storage scalar_info_entries_pass_through
         stop_falls_back_to_pad_for_short_episode stop_shifts_anchor_to_end_at_boundary wraparound_seam
     """,
-    "`consume_after_n_samples`: frames stay until they are overwritten.": """
+    "`consume_after_n_samples`: a `RecentSampler(once=True)` draws each frame once.": """
         TestReplayBufferConsumption: replay_buffer_consume_add_extend_after_exhaustion
         replay_buffer_consume_after_one_list_storage replay_buffer_consume_after_two_list_storage
         replay_buffer_consume_dumps_loads replay_buffer_consume_interleaved_writes
@@ -252,14 +252,16 @@ DOCUMENTED = {
         replay_buffer_consume_tensor_storage_prepopulated replay_buffer_consume_unsupported_modes
         tensordict_replay_buffer_consume_lazy_memmap_storage tensordict_replay_buffer_consume_lazy_tensor_storage
     """,
-    "`PromptGroupSampler`, `StalenessAwareSampler`: they are for language models": """
+    "`PromptGroupSampler`: it is for language models": """
         TestPromptGroupSampler: basic_grouping cache_hit_does_not_read_full_storage cache_invalidation_on_extend
         construction_errors load_state_dict_invalidates_cache ndim_gt_one_raises nested_key non_divisible_batch_raises
         persistence_independence plain_list_storage_raises recency_state_roundtrip
         reward_strategy_requires_tensor_reward samples_per_group_inference shared_storage_update_invalidates_cache
         small_group_warns_and_fills state_dict_and_pickle_drop_cache strategy_recency strategy_recency_after_wraparound
-        strategy_reward strategy_variance strategy_variance_breaks_ties_by_reward string_keys TestStalenessAwareSampler:
-        all_stale_raises basic_sampling consumer_version_increment freshness_weighting hard_staleness_gate
+        strategy_reward strategy_variance strategy_variance_breaks_ties_by_reward string_keys
+    """,
+    "`StalenessAwareSampler(max_staleness=k)`, `sampler.consumer_version`": """
+        TestStalenessAwareSampler: all_stale_raises basic_sampling consumer_version_increment freshness_weighting hard_staleness_gate
         missing_version_key_raises no_staleness_limit staleness_in_info state_dict_roundtrip
     """,
     "`TensorDictMaxValueWriter`, `ImmutableDatasetWriter`: the newest frames are kept, not the best ones": """
@@ -267,7 +269,7 @@ DOCUMENTED = {
         sample TestMaxValueWriter: max_value_writer max_value_writer_reduce max_value_writer_serialize TestMultiProc:
         error_maxwriter TestRBMultidim: rb_multidim_collector
     """,
-    "Ensembles of buffers: sample from each, and concatenate the samples.": "TestEnsemble: rb",
+    "`ReplayBufferEnsemble(…)`, `SamplerEnsemble`": "TestEnsemble: rb",
     "`RayReplayBuffer`: the buffer is in the process that learns": """
         TestRayRB: construct_from_replay_buffer_service_backend ray_rb ray_rb_iter ray_rb_serialization ray_rb_stats
         ray_rb_update_if_present ray_replay_with_gloo_transport
@@ -280,7 +282,7 @@ DOCUMENTED = {
     "with one format of files.": """
         replay_buffer_direct_service_client_is_identity storage_save_hook
     """,
-    "`HERReplayBuffer`: relabel goals in `transform=`, before frames are stored.": """
+    "`HERReplayBuffer(reward_fn=…, her_ratio=0.8)`": """
         TestHERReplayBuffer: cache_rebuilds_after_add cache_rebuilds_after_extend custom_reward_key
         episode_strategy_stays_within_episode final_strategy_uses_last_achieved future_goal_not_from_past
         her_ratio_one_full_relabel her_ratio_zero_unchanged invalid_her_ratio missing_goal_key_raises

@@ -12,16 +12,17 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.arguments import check_choice, check_flags, check_key, check_kind, check_positive
+from funcollect.arguments import check_choice, check_count, check_flags, check_key, check_kind, check_positive
 from funcollect.buffers import Arrays, Bools, Floats, Ints
+from funcollect.buffers.marks import flags_at, mark, set_rows, with_episodes
 from funcollect.buffers.trajectory_index import Trajectories, TrajectoryIndex
 from funcollect.keys import Key, Purpose, seed_of
-from funcollect.trajectories.split import IS_FIRST, MASK, STEP, TRAJECTORY_IDS
+from funcollect.trajectories.split import IS_FIRST, MASK
 from funcollect.tree import Path, as_path
 
 _TRUNCATED: Path = ("next", "truncated")
+_LEARN, _BURN_IN = ("collector", "learn"), ("collector", "burn_in")
 _INIT = "is_init"  # where TorchRL's recurrent modules begin with the recorded hidden state
-_NO_STARTS = ("next", "collector")  # nodes whose flags are those of other frames, or not the environment's
 
 
 class BufferView(Protocol):
@@ -74,6 +75,7 @@ class SampleIndices:
     last: Ints | slice | None = None  # the rows that end a slice
     taken: Ints | None = None  # what a sampler without replacement took; by default the slots
     info: Mapping[str, Tensor] = field(default_factory=dict)  # [N] by name, such as importance weights
+    marks: Mapping[Path, Bools] = field(default_factory=dict)  # further flags [N] of rows of slices
 
     @property
     def index(self) -> Ints:
@@ -86,7 +88,8 @@ class SampleIndices:
             return self
         slots, row = self.slots[self.mask], self.mask.cumsum() - 1
         info = {name: leaf[torch.from_numpy(self.mask)] for name, leaf in self.info.items()}
-        return replace(self, slots=slots, mask=None, first=row[self.first], last=row[self.last], info=info)
+        marks, ends = {path: flags[self.mask] for path, flags in self.marks.items()}, row[self.last]
+        return replace(self, slots=slots, mask=None, first=row[self.first], last=ends, info=info, marks=marks)
 
     def finish(self, batch: Any) -> Any:
         """Mark the beginnings and ends of slices and the padding in a batch that was read."""
@@ -94,65 +97,20 @@ class SampleIndices:
             return batch
         if type(batch) is not TensorDict:
             batch = batch.to_tensordict()
-        first = _with_episodes(batch, self.first, self.mask) if spec.across_episodes else self.first
+        first = with_episodes(batch, self.first, self.mask) if spec.across_episodes else self.first
         for path in spec.cut:
-            _set(_flags(batch, path, (1,)), self.last)
-        _set(_flags(batch, IS_FIRST, (), fresh=True), first)
+            set_rows(flags_at(batch, path, (1,)), self.last)
+        set_rows(flags_at(batch, IS_FIRST, (), fresh=True), first)
         if (key := spec.init_key) is not None:
             if isinstance(key, str):
-                found = _mark(batch._tensordict, key, first)
+                found = mark(batch._tensordict, key, first)
             elif found := isinstance(starts := batch.get(key, None), Tensor):
-                _set(starts, first)
+                set_rows(starts, first)
             if not found and key != _INIT:
                 raise ValueError(f"init_key is {key!r}, but frames have no such tensor: check the spelling")
-        if self.mask is not None:
-            batch.set(MASK, torch.from_numpy(self.mask).to(batch.device))
+        for path, rows in (self.marks if self.mask is None else {MASK: self.mask, **self.marks}).items():
+            batch.set(path, torch.from_numpy(rows).to(batch.device))
         return batch
-
-
-def _with_episodes(batch: TensorDict, first: Ints | slice, mask: Bools | None) -> Ints:
-    """The rows that begin a slice or do not follow on the row before: by ids and steps, or by that row's flags."""
-    begins = np.zeros(len(batch), np.bool_)
-    begins[first] = True
-    if (ids := batch.get(TRAJECTORY_IDS, None)) is not None:
-        begins[1:] |= ids.reshape(-1).diff().numpy(force=True) != 0
-        if (steps := batch.get(STEP, None)) is not None:  # other runs may have the same ids
-            begins[1:] |= steps.reshape(-1).diff().numpy(force=True) != 1
-    elif (done := batch.get(("next", "done"), None)) is not None:
-        begins[1:] |= done[:-1].reshape(len(batch) - 1).numpy(force=True)
-    return np.flatnonzero(begins if mask is None else begins & mask)
-
-
-def _flags(batch: TensorDict, path: Path, tail: tuple[int, ...], fresh: bool = False) -> Tensor:
-    """The flags ``[N, *tail]`` of a batch at a path; new ones, all False, if there are none, or if `fresh`."""
-    node = batch._tensordict  # several times faster than `get` and `set`
-    for part in path[:-1]:
-        if part not in node:
-            node[part] = TensorDict({}, batch.batch_size, batch.device)
-        node = node[part]._tensordict
-    flags: Tensor | None = node.get(path[-1])
-    if flags is None or fresh:
-        zeros = torch.from_numpy(np.zeros((*batch.batch_size, *tail), np.bool_))
-        flags = node[path[-1]] = zeros if batch.device is None else zeros.to(batch.device)
-    return flags
-
-
-def _mark(node: dict[str, Any], name: str, rows: Ints | slice) -> bool:
-    """Set these rows to True in all leaves with a name, except those of next frames; whether there are any."""
-    leaf = node.get(name)
-    if found := isinstance(leaf, Tensor):
-        _set(leaf, rows)
-    for key, value in node.items():
-        if type(value) is TensorDict and key not in _NO_STARTS:
-            found |= _mark(value._tensordict, name, rows)
-    return found
-
-
-def _set(flags: Tensor, rows: Ints | slice) -> None:
-    if flags.is_cpu:
-        flags.numpy()[rows] = True  # Torch takes twice as long
-    else:
-        flags[rows if isinstance(rows, slice) else torch.from_numpy(rows)] = True
 
 
 class Sampler(Protocol):
@@ -252,6 +210,9 @@ class Slices:
         span: slices may begin before their trajectory and end after it, and lack the frames that are not in it: at most
             so many, one number or two (at the beginning, at the end). True means all but one; False none. Windows begin
             in their trajectory, and with a span at the end may be of shorter ones.
+        burn_in, bootstrap: so many frames before and after each slice come with it, if its trajectory has them, and are
+            padding otherwise, at the end. ``("collector", "learn")`` ``[N]`` bool is True for the slice itself, and
+            ``("collector", "burn_in")`` for what comes before. ``is_first`` is True where the burn-in begins.
 
     >>> import funcollect as fc, numpy as np, torch
     >>> frames = TensorDict({"episode": torch.arange(8) // 4, "x": torch.arange(8)}, [8])
@@ -270,13 +231,17 @@ class Slices:
     over: Literal["trajectories", "windows"] = "trajectories"
     truncated_key: str | Path | None = _TRUNCATED
     span: bool | int | tuple[bool | int, bool | int] = False
+    burn_in: int = 0
+    bootstrap: int = 0
 
     def __post_init__(self) -> None:
         check_positive("num_slices", self.num_slices)
         check_positive("slice_len", self.slice_len)
         check_flags(strict_length=self.strict_length, pad_output=self.pad_output, across_episodes=self.across_episodes)
+        check_count("burn_in", self.burn_in)
+        check_count("bootstrap", self.bootstrap)
         missing = self.missing
-        if self.pad_output and self.strict_length and not any(missing):
+        if self.pad_output and not self.ragged:
             raise ValueError("pad_output=True pads short slices, but no slice is short: pass strict_length=False, too")
         check_key("init_key", self.init_key)
         check_choice("over", self.over, ("trajectories", "windows"))
@@ -284,6 +249,10 @@ class Slices:
         if not all(0 <= count < self.slice_len for count in missing):
             most = self.slice_len - 1
             raise ValueError(f"span is {self.span}, slices have {self.slice_len} frames: pass 0 to {most}, or True")
+        if any(missing) and self.rows > self.slice_len:
+            raise ValueError(
+                f"span is {self.span} with burn_in or bootstrap, expected one of them: leave the other out"
+            )
         if missing[0] and self.over == "windows":
             raise ValueError(f"span is {self.span}, but windows begin in their trajectory: pass (False, {missing[1]})")
 
@@ -295,6 +264,16 @@ class Slices:
             raise TypeError(f"span is {self.span!r}, expected a bool, an int, or two of them: pass for example span=2")
         left, right = (self.slice_len - 1 if each is True else int(each) for each in both)
         return left, right
+
+    @cached_property
+    def rows(self) -> int:
+        """The number of frames that a slice may have, with those around it."""
+        return self.burn_in + self.slice_len + self.bootstrap
+
+    @cached_property
+    def ragged(self) -> bool:
+        """Whether a slice may have fewer."""
+        return not self.strict_length or self.rows > self.slice_len or any(self.missing)
 
     @cached_property
     def cut(self) -> tuple[Path, ...]:
@@ -350,15 +329,28 @@ class Slices:
 
     def along(self, index: TrajectoryIndex, trajectory: Ints, begin: Ints, end: Ints | None = None) -> SampleIndices:
         """Slices from position `begin` of `trajectory` to `end` at most, all [num_slices]; short ones are padded."""
-        position, first = begin[:, None] + np.arange(self.slice_len), slice(0, None, self.slice_len)
-        if self.strict_length and not any(self.missing):
-            slots, last = index.get(trajectory[:, None], position), slice(self.slice_len - 1, None, self.slice_len)
+        first = slice(0, None, self.rows)
+        if not self.ragged:
+            slots = index.get(trajectory[:, None], begin[:, None] + np.arange(self.slice_len))
+            last = slice(self.slice_len - 1, None, self.slice_len)
             return SampleIndices(slots=slots.reshape(-1), spec=self, first=first, last=last)
-        stop = (index.stop.take(trajectory) if end is None else end)[:, None]
-        mask = (position < stop).reshape(-1)
-        slots = index.get(trajectory[:, None], np.minimum(position, stop - 1)).reshape(-1)
-        last_rows = np.arange(-1, len(slots) - 1, self.slice_len) + np.minimum(stop[:, 0] - begin, self.slice_len)
-        return SampleIndices(slots=slots, mask=mask, spec=self, first=first, last=last_rows)
+        stop, own = index.stop.take(trajectory) if end is None else end, begin
+        if self.rows > self.slice_len:
+            own_stop = np.minimum(own + self.slice_len, stop)
+            begin, stop = (
+                np.maximum(own - self.burn_in, index.first.take(trajectory)),
+                np.minimum(own_stop + self.bootstrap, stop),
+            )
+        position = begin[:, None] + np.arange(self.rows)
+        slots = index.get(trajectory[:, None], np.minimum(position, stop[:, None] - 1)).reshape(-1)
+        last_rows = np.arange(-1, len(slots) - 1, self.rows) + np.minimum(stop - begin, self.rows)
+        drawn = SampleIndices(
+            slots=slots, mask=(position < stop[:, None]).reshape(-1), spec=self, first=first, last=last_rows
+        )
+        if self.rows > self.slice_len:
+            before = position < own[:, None]
+            drawn.marks = {_BURN_IN: before.reshape(-1), _LEARN: (~before & (position < own_stop[:, None])).reshape(-1)}
+        return drawn
 
 
 SampleSpec = Flat | Slices  # a description of a sample

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
+from funcollect.buffers.editing import WRITTEN
 from funcollect.buffers.keywords import part_of
-from funcollect.buffers.replay import WRITTEN, ReplayBuffer
+from funcollect.buffers.replay import ReplayBuffer
 from funcollect.buffers.samplers import PrioritizedSampler, check_priorities
 from funcollect.buffers.storages import ListStorage
 from funcollect.messages import kind_of
@@ -77,14 +81,39 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """See `ReplayBuffer.sample`; with ``include_info=False``, the sample has no key ``index``."""
         batch, info = super().sample(batch_size, return_info=True)
+        if self.sample_transform is None:
+            batch = self._labelled(batch, {} if include_info is False else info)
+        elif include_info is False:
+            batch = batch.exclude(*info)
+        return (batch, info) if return_info else batch
+
+    @override
+    def _finished(self, batch: Any, info: Mapping[str, Tensor]) -> Any:
+        batch = batch if self.collate_fn is None else self.collate_fn(batch)
+        return batch if self.sample_transform is None else self.sample_transform(self._labelled(batch, info))
+
+    def _labelled(self, batch: Any, info: Mapping[str, Tensor]) -> Any:
         if not isinstance(batch, TensorDictBase):
             raise TypeError(f"the sample is {kind_of(batch)}, expected a TensorDict: sample others from a ReplayBuffer")
         # Frames that are sequences have the same slot at each of their steps.
-        for name, leaf in () if include_info is False else info.items():
+        for name, leaf in info.items():
             batch.set(name, leaf.view(-1, *[1] * (batch.ndim - 1)).expand(batch.shape))
-        if include_info is not False:
+        if "index" in info:
             setattr(batch["index"].untyped_storage(), WRITTEN, self.written_at(info["index"]))  # which may be a copy
-        return (batch, info) if return_info else batch
+        return batch
+
+    @override
+    def update(self, index: Any, values: Mapping[Any, Any] | TensorDictBase, written: Any = None) -> int:
+        """See `ReplayBuffer.update`; with a `PrioritizedSampler`, values of `priority_key` become priorities."""
+        others = dict(values.items()) if isinstance(values, (Mapping, TensorDictBase)) else {}
+        if not isinstance(self.sampler, PrioritizedSampler) or self.priority_key not in others:
+            return super().update(index, values, written)
+        priority = self._reduced(torch.as_tensor(others.pop(self.priority_key)), math.prod(np.shape(index)))
+        written = self.written_at(index) if written is None else written
+        with self._lock:
+            gone = super().update(index, others, written)
+            self.update_priority(index, priority, written)
+        return gone
 
     def update_tensordict_priority(self, data: TensorDictBase, written: Any = None) -> None:
         """Set the priorities of the frames in a sample to the values of `priority_key` in it.

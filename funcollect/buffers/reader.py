@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from funcollect.arguments import check_kind, check_optional_positive
+from funcollect.arguments import check_function, check_kind, check_optional_positive
 from funcollect.buffers import Bools, Ints
 from funcollect.buffers.indices import SampleIndices, SampleSpec, Slices, from_generator, wanted_size
 from funcollect.buffers.samplers import RandomSampler, SliceSampler
@@ -35,6 +35,7 @@ class ReplayReader:
         sampler: a `RandomSampler`, the default, or a `SliceSampler` over trajectories.
         batch_size: the number of frames in a sample.
         generator: the source of randomness; by default Torch's global generator.
+        sample_transform: applied to samples.
 
     Raises FileNotFoundError before the writer's first `extend`; TypeError or ValueError for another sampler, and for
     frames that are not TensorDicts.
@@ -55,8 +56,12 @@ class ReplayReader:
         sampler: RandomSampler | None = None,
         batch_size: int | None = None,
         generator: torch.Generator | None = None,
+        sample_transform: Callable[[Any], Any] | None = None,
     ) -> None:
         check_kind("directory", directory, (str, os.PathLike), "pass the storage's scratch_dir")
+        if sample_transform is not None:
+            check_function("sample_transform", sample_transform, "a function of a batch", 1)
+        self.sample_transform = sample_transform
         check_optional_positive("batch_size", batch_size)
         self._random_source = from_generator(generator)
         self.sampler = RandomSampler() if sampler is None else sampler
@@ -80,7 +85,8 @@ class ReplayReader:
             batch = self._unpack(gather(self._records, sample.slots, sample.mask))
             gone = np.any(numbers < self._file.oldest, axis=1)  # may have been overwritten while they were read
             if not gone.any():
-                return sample.finish(batch)
+                batch = sample.finish(batch)
+                return batch if self.sample_transform is None else self.sample_transform(batch)
             other, others = self._draw(spec)
             drawn, numbers = _redrawn(drawn, other, gone), np.where(gone[:, None], others, numbers)
 
@@ -89,7 +95,7 @@ class ReplayReader:
         view, length = self._view, 1
         view.follow()
         if isinstance(spec, Slices):  # short slices are padded, so that all are equally long
-            spec, length = replace(spec, pad_output=not spec.strict_length or any(spec.missing)), spec.slice_len
+            spec, length = replace(spec, pad_output=spec.ragged), spec.rows
         drawn = spec.draw(view, self._random_source)
         distance = drawn.slots if view.index is None else (drawn.slots - view.oldest) % view.capacity
         numbers = view.oldest + distance  # of the frames; without an index, distances from the oldest were drawn
@@ -149,4 +155,5 @@ def _redrawn(drawn: SampleIndices, other: SampleIndices, gone: Bools) -> SampleI
         mask = np.where(rows, other.mask, mask)
     if isinstance(last, np.ndarray) and isinstance(other.last, np.ndarray):
         last = np.where(gone, other.last, last)
-    return replace(drawn, slots=np.where(rows, other.slots, drawn.slots), mask=mask, last=last)
+    marks = {path: np.where(rows, other.marks[path], flags) for path, flags in drawn.marks.items()}
+    return replace(drawn, slots=np.where(rows, other.slots, drawn.slots), mask=mask, last=last, marks=marks)

@@ -15,29 +15,29 @@ from typing import Any, Self
 
 import optree
 import torch
-from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from funcollect.arguments import check_count, check_flags, check_function, check_kind, check_optional_positive
 from funcollect.buffers import Ints, dumping, ring
-from funcollect.buffers.indices import SampleIndices, Sampler, from_generator, wanted_size
+from funcollect.buffers.device_priorities import move_to
+from funcollect.buffers.editing import WRITTEN, FramesByIndex
+from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Sampler, from_generator, wanted_size
 from funcollect.buffers.keywords import OWNERS, part_of, takes_foreign
 from funcollect.buffers.reader import ReplayReader, check_readable
 from funcollect.buffers.samplers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
-from funcollect.buffers.storages import ListStorage, Storage
-from funcollect.buffers.storages.storage import slots_at
+from funcollect.buffers.storages import LazyTensorStorage, ListStorage, Storage
+from funcollect.buffers.trajectory_index import Trajectories
 from funcollect.interrupts import Uninterrupted
-from funcollect.messages import clipped, kind_of, shown
-from funcollect.tree import time_last
+from funcollect.messages import shown
 
 __all__ = ["ReplayBuffer"]
 
 _Sample = tuple[Any, dict[str, Any]]  # the batch, and its info
+Relabel = Callable[[BufferView, SampleIndices, RandomSource], SampleIndices]
 _FIXED = ("storage", "sampler", "generator")  # which refer to each other
-WRITTEN = "_funcollect_written"  # the attribute of the storage of slots: how many frames a buffer had been given then
 
 
-class ReplayBuffer:
+class ReplayBuffer(FramesByIndex):
     """Stores the newest frames, up to the capacity of its storage, and returns random batches of them.
 
     Raises TypeError or ValueError for a bad argument.
@@ -52,6 +52,8 @@ class ReplayBuffer:
         generator: the source of randomness; by default Torch's global generator.
         shared: see `share`.
         collate_fn: turns the list of items of a `ListStorage` into a batch; for other storages, applied to samples.
+        sample_transform: applied to samples, after `collate_fn`; in the threads of `prefetch`, if there are any, of
+            which several may call it at once. Transforms of TorchRL's are such functions.
 
     >>> import funcollect as fc
     >>> buffer = ReplayBuffer(storage=fc.LazyTensorStorage(1_000), batch_size=32)
@@ -75,22 +77,26 @@ class ReplayBuffer:
         generator: torch.Generator | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         shared: bool = False,
+        sample_transform: Callable[[Any], Any] | None = None,
     ) -> None:
         self.storage: Storage = part_of("storage", ListStorage(1_000) if storage is None else storage)
         self.sampler: Sampler = part_of("sampler", RandomSampler() if sampler is None else sampler)
         if writer not in (None, "round robin"):
             raise ValueError(f'writer is {writer!r}, expected "round robin", the only one there is: leave it out')
         check_optional_positive("batch_size", batch_size)
-        for name, function in (("transform", transform), ("collate_fn", collate_fn)):
+        functions = {"transform": transform, "collate_fn": collate_fn, "sample_transform": sample_transform}
+        for name, function in functions.items():
             if function is not None:
                 check_function(name, function, "a function of a batch", 1)
         self.sampler.fit(self.storage.max_size)
-        self.transform, self.collate_fn = transform, collate_fn
+        if type(self.storage) is LazyTensorStorage and self.storage.device.type != "cpu":
+            move_to(self.storage.device, self.sampler)
+        self.transform, self.collate_fn, self.sample_transform = transform, collate_fn, sample_transform
+        self.relabel: Relabel | None = None  # of `hindsight`
         self.batch_size, self.generator = batch_size, generator
         if collate_fn is not None and isinstance(self.storage, ListStorage):
             self.storage.collate, self.collate_fn = collate_fn, None
         self._memory = ring.RingMemory(self.storage, self.sampler.trajectories)
-        self._by_priority = isinstance(self.sampler, PrioritizedSampler)
         self._before = 0  # frames written to rings before the present one
         self._random_source = from_generator(generator)
         check_count("prefetch", prefetch := 0 if prefetch is None else prefetch)
@@ -128,7 +134,8 @@ class ReplayBuffer:
     def _extend(self, data: Any) -> Tensor:
         with self._lock, Uninterrupted():
             slots = self._memory.extend(data)
-            self._ahead.clear()
+            if self._ahead:
+                self._discard_prefetched()
             self.sampler.extended(self._memory, slots)
             return self._index(slots)
 
@@ -142,11 +149,17 @@ class ReplayBuffer:
         if self._pool is None:
             with self._lock:
                 drawn = self.sampler.draw(self._memory, wanted, self._random_source)
+                drawn = drawn if self.relabel is None else self.relabel(self._memory, drawn, self._random_source)
                 batch, info = self._gathered(drawn, return_info)
+            if self.collate_fn is not None or self.sample_transform is not None:
+                batch = self._finished(batch, info)
         else:
             batch, info = self._take_prefetched(wanted, self._pool)
-        batch = batch if self.collate_fn is None else self.collate_fn(batch)
         return (batch, info) if return_info else batch
+
+    def _finished(self, batch: Any, info: Mapping[str, Tensor]) -> Any:
+        batch = batch if self.collate_fn is None else self.collate_fn(batch)
+        return batch if self.sample_transform is None else self.sample_transform(batch)
 
     def update_priority(self, index: Any, priority: Any, written: Any = None) -> None:
         """Set the priorities of the frames in these slots, for a `PrioritizedSampler`.
@@ -171,14 +184,9 @@ class ReplayBuffer:
             self.sampler.update_priority(self._memory, index, priority, written, self._before)
             self._ahead.clear()
 
-    def written_at(self, index: Any) -> int | None:
-        """How many frames a buffer had been given when it returned these slots; None if they do not record it."""
-        return getattr(index.untyped_storage(), WRITTEN, None) if isinstance(index, Tensor) else None
-
-    def _index(self, slots: Ints) -> Tensor:
-        index = torch.from_numpy(slots)
-        if self._by_priority:
-            setattr(index.untyped_storage(), WRITTEN, self._before + self._memory.written)
+    def _index(self, slots: Ints | Tensor) -> Tensor:
+        index = slots if isinstance(slots, Tensor) else torch.from_numpy(slots)
+        setattr(index.untyped_storage(), WRITTEN, self._before + self._memory.written)
         return index
 
     def _gathered(self, drawn: SampleIndices, with_info: bool = True) -> _Sample:
@@ -195,6 +203,7 @@ class ReplayBuffer:
                 while len(self._ahead) <= self._prefetch and not (self._ahead and self.sampler.ran_out(batch_size)):
                     # The sample is drawn here, so that the generator is used in the order of the calls.
                     drawn = self.sampler.draw(self._memory, batch_size, self._random_source)
+                    drawn = drawn if self.relabel is None else self.relabel(self._memory, drawn, self._random_source)
                     self._ahead.append((drawn, pool.submit(self._gather_if_current, drawn, self.state)))
                 _, first = self._ahead.popleft()
             if (made := first.result()) is not None:
@@ -202,7 +211,10 @@ class ReplayBuffer:
 
     def _gather_if_current(self, drawn: SampleIndices, state: ring.RingState) -> _Sample | None:
         with self._lock:  # None if the buffer has changed since the sample was drawn
-            return self._gathered(drawn) if state == self.state else None
+            if state != self.state:
+                return None
+            batch, info = self._gathered(drawn)
+        return self._finished(batch, info), info
 
     def _discard_prefetched(self) -> None:
         """Discard the prepared samples, newest first, so that the sampler draws their frames again."""
@@ -220,62 +232,16 @@ class ReplayBuffer:
         while self._ahead or not self.sampler.ran_out(size):
             yield self.sample()
 
-    def __getitem__(self, index: Any) -> Any:
-        """The frames at an index, copied.
-
-        An array, tensor or list of ints or bools selects among the filled slots, as `extend` returned them; so do an
-        int and a slice with ``ndim=1``. With ``ndim > 1``, an int, a slice, ``...`` or a tuple of them is an index of
-        the view ``[*lanes, time]`` of the steps that are held for every lane, oldest first. A lane is a row of the
-        batches, so those of asynchronous workers share lanes. A key is one of the batch of all frames. TypeError or
-        IndexError for other indices; ValueError for such a view, if batches had different dimensions before time.
-        """
-        if _is_key(index):
-            return self[:][index]
+    def relabel_by(self, relabel: Relabel, trajectories: Trajectories) -> None:
+        """Let a function extend each sample that is drawn, for which trajectories are followed; see `hindsight`."""
         with self._lock:
-            held = self._memory.held(index)
-            batch = self.storage.at(slots_at(held, index))
-        if held.ndim > 1 and isinstance(batch, TensorDictBase):
-            batch.names = TensorDict({}, held.shape, names=time_last(held.ndim))[index].names
-        return batch
-
-    def __setitem__(self, index: Any, data: Any) -> None:
-        """Overwrite the frames at an index, or the values of a key in all frames; see `storages.Storage.set`."""
-        if _is_key(index):
-            self.set_(index, data)
-            return
-        data = self.transformed(data)
-        with self._lock, Uninterrupted():
-            self.storage.put(slots_at(self._memory.held(index), index), data)
-
-    def transformed(self, data: Any) -> Any:
-        """The data as they are stored: `transform` of a copy of them."""
-        return data if self.transform is None else self.transform(optree.tree_map(ring.copied, data))
-
-    def set_at_(self, key: Any, value: Any, index: Any) -> Self:
-        """Overwrite the values of a key in the frames at an index; KeyError if frames have no such key."""
-        return self._change(index, lambda frames: frames.set_(key, value))
-
-    def set_(self, key: Any, value: Any) -> Self:
-        """Overwrite the values of a key in all frames, in the order of ``buffer[:]``; see `set_at_`."""
-        return self.set_at_(key, value, slice(None))
-
-    def update_(self, data: Any) -> Self:
-        """Overwrite the values of all keys of `data` in all frames, in the order of ``buffer[:]``."""
-        return self._change(slice(None), lambda frames: frames.update_(data))
-
-    def _change(self, index: Any, change: Callable[[Any], Any]) -> Self:
-        with self._lock, Uninterrupted():
-            slots = slots_at(self._memory.held(index), index)
-            frames = self.storage.at(slots)
-            if not isinstance(frames, TensorDictBase):
-                raise TypeError(f"the frames are {kind_of(frames)}, expected TensorDicts: assign to buffer[index]")
-            try:
-                change(frames)
-            except RuntimeError as error:
-                what = f"the values do not match the {list(slots.shape)} frames ({clipped(str(error))})"
-                raise ValueError(f"{what}: give one for each, of the shape that frames have") from error
-            self.storage.put(slots, frames)
-        return self
+            if self._shared:
+                raise ValueError("buffer is shared, and its readers draw no goals in hindsight: build another")
+            self._discard_prefetched()
+            if self._memory.trajectories is None:
+                self._memory.link(trajectories)
+                self.sampler.trajectories = trajectories
+            self.relabel = relabel
 
     def next(self) -> Any:
         """The next sample of an iteration; None at its end, after which another begins."""
@@ -372,6 +338,8 @@ class ReplayBuffer:
         check_flags(shared=shared)
         if shared and self.storage.scratch_dir is None:
             raise ValueError(f"{self.storage} cannot be shared: pass storage=LazyMemmapStorage(…, scratch_dir=…)")
+        if shared and self.relabel is not None:
+            raise ValueError("readers draw no goals in hindsight, so this buffer cannot be shared: sample here")
         if shared:
             check_readable(self.sampler)
         self._shared = shared
@@ -380,14 +348,10 @@ class ReplayBuffer:
     def __reduce__(self) -> Any:
         if self._shared:
             options: dict[str, Any] = {"sampler": self.sampler, "batch_size": self.batch_size}
+            options |= {} if self.sample_transform is None else {"sample_transform": self.sample_transform}
             return partial(ReplayReader, **options), (self.storage.scratch_dir,)
         raise TypeError(f"{self!r} cannot be copied or pickled: dumps(path) writes it, loads(path) of another reads it")
 
     def __repr__(self) -> str:
         parts = f"{self.storage}, {self.sampler}, {len(self)} frames, batch_size={self.batch_size}"
         return f"{type(self).__name__}({parts})"
-
-
-def _is_key(index: Any) -> bool:
-    path = index if isinstance(index, tuple) and index else (index,)
-    return all(isinstance(part, str) for part in path)

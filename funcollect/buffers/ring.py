@@ -66,6 +66,14 @@ class RingMemory:
             self._index.update()
         return self._index
 
+    def link(self, trajectories: Trajectories) -> None:
+        """Follow trajectories from now on, also in the frames that the ring has; ValueError if these have no ids."""
+        index, count, numbers = TrajectoryIndex(self.capacity), len(self), self.numbers
+        if count:
+            columns = self.storage.numbers(np.arange(numbers.start, numbers.stop) % self.capacity)
+            index.extend(trajectories.segments(columns, (count,), numbers.start, by_lane=False))
+        self.trajectories, self._index, self.storage.linked = trajectories, index, True
+
     def extend(self, data: Any) -> Ints:
         """Write a batch ``[*B, T]``, see `extend`. The caller must see to it that nothing interrupts this."""
         batch, start = self.storage.recognized(data), self.written

@@ -14,8 +14,9 @@ from tensordict import is_tensor_collection
 from typing_extensions import override
 
 from funcollect.arguments import check_choice, check_flags, check_not_given, check_number, check_positive
-from funcollect.buffers import Arrays, Floats, Ints, indices
+from funcollect.buffers import Arrays, Bools, Floats, Ints, indices
 from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Sampler
+from funcollect.buffers.recent_sampler import RecentSampler
 from funcollect.buffers.trajectory_index import Trajectories
 from funcollect.buffers.uniform_samplers import (
     MultiStepSampler,
@@ -30,9 +31,10 @@ from funcollect.messages import shown
 from funcollect.tree import Path
 
 __all__ = [
-    "MultiStepSampler", "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "Sampler",
-    "SamplerWithoutReplacement", "SliceSampler", "SliceSamplerWithoutReplacement",
+    "MultiStepSampler", "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "RecentSampler",
+    "Sampler", "SamplerWithoutReplacement", "SliceSampler", "SliceSamplerWithoutReplacement",
 ]  # fmt: skip
+
 
 _WIDTH = 16  # of the blocks in a `SumTree`; 32 and 64 are slower
 _MOST_AT_TOP = 1 << 14  # numbers whose running sums are made again after each change
@@ -131,15 +133,6 @@ def numbers_of(name: str, values: Any, kinds: str) -> npt.NDArray[Any]:
     return numbers
 
 
-def check_priorities(given: Floats) -> float:
-    """The highest of these priorities; ValueError for one that is negative or not finite."""
-    lowest, highest = (float(given.min()), float(given.max())) if len(given) else (0.0, 0.0)
-    if not (lowest >= 0 and highest < np.inf):
-        what = f"priorities lie between {lowest} and {highest}, expected finite numbers of at least 0"
-        raise ValueError(f"{what}: give for example the absolute TD error")
-    return highest
-
-
 def later(written: Any, now: int, count: int) -> Any:
     """How many frames were written after these numbers of frames, one or [N]; ValueError for impossible ones."""
     least = most = written
@@ -151,6 +144,36 @@ def later(written: Any, now: int, count: int) -> Any:
     if not 0 <= least <= most <= now:
         raise ValueError(f"written is {shown(written)}, expected 0 to {now}, the frames so far: pass written_at(index)")
     return now - written
+
+
+def present_in(memory: BufferView, slots: Ints, written: Any, before: int) -> Bools | None:
+    """Whether the frames that were in `slots` [N] are still there; None if all are. Those of -1 are not.
+
+    They were there when a buffer had been given `written` frames, one number or [N], or None if they are there now. The
+    ring began after `before` of them. ValueError for slots that have no frame, and for an impossible `written`.
+    """
+    after = 0 if written is None else later(written, before + memory.written, len(slots))
+    late = bool(np.any(after > 0)) if isinstance(after, np.ndarray) else after > 0
+    if not len(slots) or (not late and slots.view(np.uint64).max() < len(memory)):  # a negative one is huge there
+        return None
+    present: Bools = slots != -1
+    if late:  # the frame that a slot held then is still there
+        present &= ((memory.written - 1 - slots) % memory.capacity >= after) & (after < memory.written)
+    rest = slots[present]
+    if len(rest) and rest.view(np.uint64).max() >= len(memory):
+        what = f"index holds slots from {rest.min()} to {rest.max()}"
+        where = f"the buffer has frames in 0 … {len(memory) - 1}"
+        raise ValueError(f'{what}, {where}: give slots that extend returned, or those in info["index"]')
+    return present
+
+
+def check_priorities(given: Floats) -> float:
+    """The highest of these priorities; ValueError for one that is negative or not finite."""
+    lowest, highest = (float(given.min()), float(given.max())) if len(given) else (0.0, 0.0)
+    if not (lowest >= 0 and highest < np.inf):
+        what = f"priorities lie between {lowest} and {highest}, expected finite numbers of at least 0"
+        raise ValueError(f"{what}: give for example the absolute TD error")
+    return highest
 
 
 class PrioritizedSampler(RandomSampler):
@@ -221,9 +244,9 @@ class PrioritizedSampler(RandomSampler):
     def alpha(self, alpha: float | torch.Tensor) -> None:
         _check_exponent("alpha", alpha)
         if self._alpha > 0:
-            weights = self._priorities.get(slots := np.arange(self.max_capacity))
+            weights, highest = self.stored()
             changed = weights ** (float(alpha) / float(self._alpha))
-            self._priorities.put(slots, np.where(weights > 0, changed, 0.0))
+            self.begin(np.where(weights > 0, changed, 0.0), highest)
         self._alpha = alpha
 
     @override
@@ -244,16 +267,23 @@ class PrioritizedSampler(RandomSampler):
     @override
     def state(self) -> Arrays:
         exponents = np.array([float(self.alpha), float(self.beta)])
-        weights = self._priorities.get(np.arange(self.max_capacity))
-        return {"weights": weights, "highest": np.array(self._highest), "exponents": exponents}
+        weights, highest = self.stored()
+        return {"weights": weights, "highest": np.array(highest), "exponents": exponents}
 
     @override
     def load(self, state: Arrays) -> None:
         if "exponents" in state:
             self._alpha, self.beta = state["exponents"].tolist()
-        self._priorities, self._highest = SumTree(self.max_capacity), float(state.get("highest", 1.0))
         # The dump may come from a sampler with a larger max_capacity, whose further slots hold no frames.
-        weights = state.get("weights", np.zeros(0))[: self.max_capacity]
+        self.begin(state.get("weights", np.zeros(0))[: self.max_capacity], float(state.get("highest", 1.0)))
+
+    def stored(self) -> tuple[Floats, float]:
+        """The weights of all slots, and the highest priority given."""
+        return self._priorities.get(np.arange(self.max_capacity)), self._highest
+
+    def begin(self, weights: Floats, highest: float) -> None:
+        """Begin with these weights of the first slots."""
+        self._priorities, self._highest = SumTree(self.max_capacity), highest
         self._priorities.put(np.arange(len(weights)), weights)
 
     def update_priority(self, memory: BufferView, index: Any, priority: Any, written: Any, before: int) -> None:
@@ -262,17 +292,8 @@ class PrioritizedSampler(RandomSampler):
         given = numbers_of("priority", priority, "fiub").astype(np.float64)
         if len(given) not in (1, len(slots)):
             raise ValueError(f"{len(given)} priorities are given for {len(slots)} frames: give one each, or for all")
-        after = 0 if written is None else later(written, before + memory.written, len(slots))
-        late = bool(np.any(after > 0)) if isinstance(after, np.ndarray) else after > 0
-        if len(slots) and (late or slots.view(np.uint64).max() >= len(memory)):  # a negative one is huge there
-            present = slots != -1
-            if late:  # the frame that a slot held then is still there
-                present &= ((memory.written - 1 - slots) % memory.capacity >= after) & (after < memory.written)
+        if (present := present_in(memory, slots, written, before)) is not None:
             slots, given = slots[present], given if len(given) == 1 else given[present]
-            if len(slots) and slots.view(np.uint64).max() >= len(memory):
-                what = f"index holds slots from {slots.min()} to {slots.max()}"
-                where = f"the buffer has frames in 0 … {len(memory) - 1}"
-                raise ValueError(f'{what}, {where}: give slots that extend returned, or those in info["index"]')
         highest = check_priorities(given)
         if len(slots):
             self._priorities.put(slots, self._weights(given))
@@ -347,7 +368,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             tree.find(uniform(4 * spec.num_slices)), spec.num_slices, len(memory), partial(spec.begins, index),
             lambda begins, count: tree.find_among(begins, uniform(count)),
         )  # fmt: skip
-        weights = self._corrections(slots.repeat(spec.slice_len))
+        weights = self._corrections(slots.repeat(spec.rows))
         return self.with_returns(memory, spec.sample(index, *index.places(slots), priority_weight=weights))
 
     def __repr__(self) -> str:

@@ -65,6 +65,12 @@ class Trajectories:
         several = isinstance(self.end_key, tuple) and not all(isinstance(part, str) for part in self.end_key)
         return tuple(self.end_key or ()) if several else (self.end_key,)
 
+    @property
+    def read(self) -> set[Path]:
+        """The keys that may decide which frames follow each other."""
+        ends = [("next", "done") if key is None else as_path(key) for key in self._end_keys]
+        return {*(_IDS if self.traj_key is None else [as_path(self.traj_key)]), LANE, STEP, STEPS_AHEAD, *ends}
+
     def segments(
         self, leaves: Mapping[Path, Tensor], lead: tuple[int, ...], start: int, by_lane: bool = True
     ) -> Segments:

@@ -191,6 +191,8 @@ class SliceSampler(RandomSampler):
         across_episodes: whether slices go on across the ends of episodes, over all frames of a lane (`traj_key` names
             lanes then). ``("collector", "is_first")`` and `init_key` are True where an episode begins, too.
         n_steps, gamma: with both, frames have the n-step returns of `MultiStepSampler`.
+        burn_in, bootstrap: the number of frames that come with each slice, before and after it, in addition to
+            ``batch_size``: see `ring.Slices`.
         strict_length, pad_output, init_key, over, truncated_key, span: see `ring.Slices`. With `span`, or without
             `strict_length`, a sample may have fewer than ``batch_size`` frames. Of windows, one number of `span` is
             that at the end.
@@ -225,6 +227,8 @@ class SliceSampler(RandomSampler):
         across_episodes: bool = False,
         n_steps: int | None = None,
         gamma: float | None = None,
+        burn_in: int = 0,
+        bootstrap: int = 0,
     ) -> None:
         if (num_slices is None) == (slice_len is None):
             got = "neither of num_slices and slice_len" if num_slices is None else "both of num_slices and slice_len"
@@ -245,7 +249,8 @@ class SliceSampler(RandomSampler):
         one, other = (1 << 30 if size is None else size for size in (num_slices, slice_len))
         self._like = Slices(
             num_slices=one, slice_len=other, strict_length=strict_length, pad_output=pad_output, init_key=init_key,
-            over=over, truncated_key=truncated_key, span=both, across_episodes=across_episodes,
+            over=over, truncated_key=truncated_key, span=both, across_episodes=across_episodes, burn_in=burn_in,
+            bootstrap=bootstrap,
         )  # fmt: skip
         self._specs: dict[tuple[int, int], Slices] = {}
         # What the sampler was built with, by TorchRL's names.

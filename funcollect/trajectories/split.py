@@ -21,6 +21,7 @@ IS_FIRST = ("collector", "is_first")  # True where a slice of a buffer begins
 TRAJECTORY_IDS = ("collector", "traj_ids")
 STEP = ("collector", "step")
 LANE = ("collector", "lane")
+VERSION = ("collector", "policy_version")
 STEPS_AHEAD, ORIGINAL_REWARD = ("steps_to_next_obs",), ("original_reward",)  # of `MultiStep`
 CUT = ("collector", "cut")  # True where `set_truncated=True` truncated a trajectory that continues
 

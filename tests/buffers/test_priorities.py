@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import funcollect as fc
+from funcollect.buffers.device_priorities import move_to
 from funcollect.buffers.samplers import SumTree
 from tests.buffers.conftest import filled
 from tests.support.compare import implausible
+from tests.support.devices import each_device, no_waits
 from tests.support.frames import batch_of, frames_of
 from tests.support.running import scaled
 
@@ -300,3 +302,57 @@ def test_a_priority_of_zero_does_not_remove_a_frame():
     assert buffer.sample(2000).unique().tolist() == list(range(SIZE))
     buffer.update_priority(index, torch.arange(SIZE) * 1.0)
     torch.testing.assert_close(torch.tensor(priorities(buffer)), torch.arange(SIZE) + 1e-2)
+
+
+def twins(device, alpha=0.7, **options):
+    """A buffer whose priorities are on the host, and one whose priorities are on a device."""
+    for moved in (False, True):
+        sampler, generator = fc.PrioritizedSampler(50, alpha, 0.5, **options), torch.Generator().manual_seed(0)
+        storage = fc.LazyTensorStorage(40, device=device if moved else "cpu")
+        buffer = fc.ReplayBuffer(storage=storage, sampler=sampler, batch_size=12, generator=generator)
+        if device == "cpu" and moved:
+            move_to(torch.device("cpu"), sampler)
+        buffer.extend(TensorDict({"x": torch.arange(30)}, [30]))
+        yield buffer
+
+
+@each_device
+@pytest.mark.parametrize("within", [False, True])
+def test_priorities_on_a_device_are_those_of_the_host(within, device, tmp_path):
+    host, there = twins(device, max_priority_within_buffer=within)
+    assert there.sampler._there is not None
+    index = None
+    for turn in range(12):
+        (one, info), (two, other) = (buffer.sample(return_info=True) for buffer in (host, there))
+        assert two["x"].device.type == other["index"].device.type == other["priority_weight"].device.type == device
+        assert one["x"].tolist() == two["x"].tolist()
+        assert info["index"].tolist() == other["index"].tolist()
+        torch.testing.assert_close(other["priority_weight"].cpu(), info["priority_weight"])
+        priority = torch.rand(12, generator=torch.Generator().manual_seed(turn))[info["index"] % 12]
+        if turn % 3 == 2:  # some of the frames go before they get their priorities
+            for buffer in (host, there):
+                index = buffer.extend(TensorDict({"x": torch.arange(7) + 100 * turn}, [7]))
+        host.update_priority(info["index"], priority)
+        there.update_priority(other["index"], priority.to(device))
+        np.testing.assert_allclose(there.sampler.state()["weights"], host.sampler.state()["weights"], rtol=1e-12)
+    there.update_priority(index, 3.0)
+    before = there.sampler.state()["weights"]
+    there.update_priority(torch.tensor([0, 1, -1, 45], device=device), torch.tensor([-1.0, torch.nan, 1.0, 1.0]))
+    assert (there.sampler.state()["weights"] == before).all()
+    with pytest.raises(ValueError, match="3 priorities are given for 2 frames"):
+        there.update_priority(torch.arange(2, device=device), torch.ones(3))
+    there.sampler.alpha = 0.9
+    there.dumps(tmp_path)
+    host.loads(tmp_path)
+    np.testing.assert_allclose(host.sampler.state()["weights"], there.sampler.state()["weights"])
+    assert host.sample()["x"].tolist() == there.sample()["x"].tolist()
+
+
+@each_device
+def test_priorities_on_a_device_never_wait_for_it(device):
+    _, there = twins(device)
+    priority, memory = torch.rand(12, device=device), there.state.memory
+    source = there._random_source
+    with no_waits(device):
+        drawn = there.sampler.draw(memory, 12, source)
+        there.sampler.update_priority(memory, drawn.slots, priority, 30, 0)

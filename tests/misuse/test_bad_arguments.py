@@ -63,10 +63,11 @@ SIZES = """
     length frames episodes max_frames frames_per_batch num_envs max_frames_per_traj batch_size max_size n_steps
     num_slices slice_len max_capacity steps frame_skip screen_size stack num_workers max_episode_steps episode_length
     num_threads total_lanes window ndim lanes batches num_collectors num_workers_per_collector fps max_unread waiting
-    min_ready max_carry frames_per_batch frames_per_part
+    min_ready max_carry frames_per_batch frames_per_part k
 """
 POSITIVE = set(SIZES.split())
 COUNTS = {"init_random_frames", "max_policy_lag", "random_steps", "noop_max", "prefetch", "alpha", "beta", "eps"}
+COUNTS |= {"max_age", "burn_in", "bootstrap"}
 BEYOND = {"seed": [-1, 2**64], "total_frames": [0, -2], "epsilon": [2.0, -0.5]}
 
 
@@ -193,7 +194,9 @@ SUITES = {
     "playground": {"env": "CartpoleBalance"},
     "xminigrid": {"env": "MiniGrid-Empty-5x5"},
 }
-NOTHING = "RandomSampler ReplayBuffer SamplerWithoutReplacement envs.CartPole envs.Pendulum ring.Trajectories"
+NOTHING = (
+    "RandomSampler RecentSampler ReplayBuffer SamplerWithoutReplacement envs.CartPole envs.Pendulum ring.Trajectories"
+)
 NOTHING += " TensorDictReplayBuffer"
 # Good arguments for each public callable, made anew for each test.
 GOOD = {
@@ -221,6 +224,7 @@ GOOD = {
     "evaluate_actions": lambda: {"policy": linear(), "params": None, "batch": batch(), "env": host()[0]},
     "explain": both,
     "gae": lambda: {"batch": batch(), "value": torch.zeros(2, 6, 1), "next_value": torch.zeros(2, 6, 1)},
+    "hindsight": lambda: {"buffer": fc.ReplayBuffer(), "reward": lambda achieved, goal, frames: 0},
     "init": lambda: both(seed=0),
     "jax_policy": lambda: {"apply": mlp, "params": WEIGHTS, "head": CATEGORICAL},
     "load": lambda: both(path=saved()),
@@ -237,6 +241,7 @@ GOOD = {
     "profile": lambda: {"target": host()[0], "policy": None, "frames": 20, "length": 10},
     "record": lambda: both(path="/nowhere/x.gif"),
     "rollout": lambda: both(state=start(), length=2),
+    "mix": lambda: {"fractions": (0.5, 0.5)},
     "next_values": lambda: {"policy": linear(), "params": None, "batch": batch(), "key": "action", "env": host()[0]},
     "rollout_trajectories": lambda: both(state=start(), count=2),
     "save": lambda: {"path": saved(), "state": start()},

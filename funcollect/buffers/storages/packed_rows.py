@@ -23,7 +23,7 @@ from torch import Tensor
 
 from funcollect.buffers import Bools, Ints
 from funcollect.specs import RESERVED
-from funcollect.trajectories.split import readable
+from funcollect.trajectories.split import ASSIGNABLE, readable
 from funcollect.tree import Path, nest
 
 _WORD = 8  # bytes
@@ -203,6 +203,17 @@ class RowLayout:
                 held = f"the storage holds {list(column.form[0])} {column.form[1]}, as the first batch had it"
                 raise ValueError(f"{what}, {held}: convert it before extending, or store it in another buffer")
 
+    def check_some(self, leaves: Mapping[Path, Tensor]) -> None:
+        """Raise ValueError unless these leaves [N, ...] are some of the frames', in memory of each frame's own."""
+        own = {leaf.path: leaf.form for leaf in self.columns if leaf.path not in self.planes}
+        for path, leaf in leaves.items():
+            if path not in own:
+                what = f"values has {readable(path)}, which frames {'share' if path in self.planes else 'lack'}"
+                raise ValueError(f"{what}, expected some of {sorted(map(readable, own))}: leave it out")
+            if (shape := tuple(leaf.shape[1:]), leaf.dtype) != own[path]:
+                what = f"values has {list(shape)} {leaf.dtype} at {readable(path)} for each frame"
+                raise ValueError(f"{what}, expected {list(own[path][0])} {own[path][1]}: convert it, as it is stored")
+
     def records(self, rows: Ints) -> Records:
         """A view [N] of the `rows` [N, words]; on the CPU."""
         return rows.view(self._typed)[:, 0]
@@ -289,6 +300,16 @@ class ViewedRows:
             return
         for view, column in zip(self.layout.views(rows), self.layout.columns, strict=True):
             view.copy_(time_major(leaves[column.path], ndim).reshape(-1, *column.shape)[some])
+
+    def amend(self, slots: Ints, leaves: Mapping[Path, Tensor]) -> None:
+        """Overwrite some leaves [N, ...] of the rows in `slots` [N], each once; on any device."""
+        at = torch.from_numpy(slots).to(self.tensor.device)
+        for column in self.layout.columns:
+            if (leaf := leaves.get(column.path)) is not None:
+                carrier = (_CARRIERS | ASSIGNABLE).get(column.dtype, column.dtype)
+                offset = column.offset // carrier.itemsize
+                words = leaf.to(self.tensor.device).contiguous().view(carrier).reshape(len(slots), column.count)
+                self.tensor.view(carrier).narrow(1, offset, column.count)[at] = words
 
 
 def _build(nested: Mapping[str, Any], leaves: list[Tensor], attributes: Mapping[str, Any]) -> TensorDict:

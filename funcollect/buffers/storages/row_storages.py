@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +139,7 @@ class LazyTensorStorage(Storage):
     @override
     def overwrite(self, slots: Ints, data: Any) -> None:
         rows, shared = self._open()
-        if self.scratch_dir is not None:
-            what = f"other processes may read the frames in {self.scratch_dir}, so none can be overwritten"
-            raise ValueError(f"{what}: extend instead, or leave scratch_dir out")
+        self._check_unread()
         if shared.pools:
             raise ValueError("frames share memory (compact_obs, frame_stack) and cannot be overwritten: extend instead")
         own, given = {leaf.path: leaf.shape for leaf in rows.layout.columns}, leaves_of(data)
@@ -155,6 +154,26 @@ class LazyTensorStorage(Storage):
         staged = ViewedRows(rows.layout, torch.zeros(slots.size, rows.layout.words, dtype=torch.int64))
         staged.write(0, slots.size, flat, 1)
         rows.tensor[torch.from_numpy(slots.reshape(-1))] = staged.tensor.to(rows.tensor.device)
+
+    @override
+    def amend(self, slots: Ints, leaves: Mapping[KeyPath, Tensor]) -> None:
+        rows, _ = self._open()
+        self._check_unread()
+        rows.layout.check_some(leaves)
+        rows.amend(slots, leaves)
+
+    @override
+    def numbers(self, slots: Ints) -> Mapping[KeyPath, Tensor]:
+        rows, _ = self._open()
+        if rows.tensor.is_cpu:
+            return rows.layout.numbers(rows.tensor.numpy(), slots)
+        found = {path: leaf.cpu() for path, leaf in leaves_of(self.read(slots)).items()}
+        return {path: leaf.reshape(-1) for path, leaf in found.items() if leaf.numel() == len(slots)}
+
+    def _check_unread(self) -> None:
+        if self.scratch_dir is not None:
+            what = f"other processes may read the frames in {self.scratch_dir}, so none can be overwritten"
+            raise ValueError(f"{what}: extend instead, or leave scratch_dir out")
 
     def _announce(self, oldest: int, written: int) -> None:
         """Publish that exactly the frames ``oldest … written - 1`` are complete; before and after they are written."""
@@ -182,7 +201,10 @@ class LazyTensorStorage(Storage):
                 return (shared if shared.pools else rows.layout).unpack(records)
             words = torch.from_numpy(records.view(np.int64).reshape(len(slots), -1))
             return rows.layout.unpack(words.pin_memory().to(self.device, non_blocking=True))
-        gathered = rows.tensor.index_select(0, torch.from_numpy(slots).to(self.device))
+        drawn = torch.as_tensor(
+            slots, device=self.device
+        )  # where priorities are on the device, these are there already
+        gathered = rows.tensor.index_select(0, drawn)
         if mask is not None:
             gathered[torch.from_numpy(~mask).to(self.device)] = 0
         return rows.layout.unpack(gathered)

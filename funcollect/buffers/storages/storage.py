@@ -122,6 +122,14 @@ class Storage(Protocol):
     def overwrite(self, slots: Ints, data: Any) -> None:
         """Do what `put` says, after its checks."""
 
+    def amend(self, slots: Ints, leaves: Mapping[KeyPath, Tensor]) -> None:
+        """Overwrite leaves [N, ...] of the frames in `slots` [N], each once; see `ReplayBuffer.update`."""
+        raise TypeError(f"{self} keeps objects, whose parts cannot be overwritten: assign whole ones to buffer[index]")
+
+    def numbers(self, slots: Ints) -> Mapping[KeyPath, Tensor]:
+        """The leaves with one number per frame in `slots` [N], on the host."""
+        raise TypeError(f"{self} keeps objects, which have no columns: store TensorDicts in a LazyTensorStorage")
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "lock"}  # which belongs to the buffer
 

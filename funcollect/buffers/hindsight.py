@@ -1,0 +1,121 @@
+"""Goals in hindsight: samples of a buffer in which a later achieved goal takes the place of the desired one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from typing_extensions import override
+
+from funcollect.arguments import check_choice, check_function, check_kind, check_positive
+from funcollect.buffers import Ints
+from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, trajectory_index_of
+from funcollect.buffers.replay import ReplayBuffer
+from funcollect.buffers.samplers import SliceSampler
+from funcollect.buffers.trajectory_index import Trajectories
+from funcollect.messages import kind_of
+from funcollect.trajectories.split import readable
+from funcollect.tree import as_path
+
+__all__ = ["hindsight"]
+
+_ACHIEVED, _GOAL = "achieved_goal", "desired_goal"  # as Gymnasium's environments with goals name them
+Reward = Callable[[Tensor, Tensor, TensorDictBase], Any]
+
+
+def hindsight(
+    buffer: ReplayBuffer, *, k: int = 4, strategy: Literal["future", "final", "episode"] = "future", reward: Reward
+) -> ReplayBuffer:
+    """Let samples of a buffer have goals that were achieved later (Andrychowicz et al., 2017); returns the buffer.
+
+    Of the frames in a sample, ``k / (k + 1)`` get a goal drawn from the ``("next", "achieved_goal")`` that the buffer
+    has of their trajectory. It replaces ``desired_goal`` and ``("next", "desired_goal")``, and ``("next", "reward")``
+    is computed again. The flags, and what is stored, stay as they are. A second call replaces the first.
+
+    Args:
+        buffer: of single frames with these keys, filled or not; it follows trajectories by their ids from then on.
+        k: the number of frames with new goals for each one with its own.
+        strategy: draw from the frame itself and those after it (``"future"``), from all frames of its trajectory
+            (``"episode"``), or take the last one (``"final"``); of a trajectory that goes on, the newest so far.
+        reward: a function of achieved goals ``[M, *G]``, new goals ``[M, *G]`` and the frames ``[M]`` with these, which
+            returns M rewards, such as ``env.unwrapped.compute_reward``.
+
+    Raises TypeError or ValueError for bad arguments, samplers of slices and n-step returns, and frames without ids.
+
+    >>> import funcollect as fc, torch
+    >>> from tensordict import TensorDict
+    >>> goal, achieved = torch.full((6, 1), 9.0), torch.arange(6.0)[:, None]
+    >>> frames = TensorDict({"episode": torch.zeros(6), "achieved_goal": achieved, "desired_goal": goal}, [6])
+    >>> frames["next"] = TensorDict({"achieved_goal": achieved + 1, "desired_goal": goal, "reward": goal * 0}, [6])
+    >>> buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(100), batch_size=32)
+    >>> buffer = hindsight(buffer, strategy="final", reward=lambda achieved, desired, frames: achieved == desired)
+    >>> indices = buffer.extend(frames)
+    >>> buffer.sample()["desired_goal"].unique()
+    tensor([6., 9.])
+    """
+    check_kind("buffer", buffer, ReplayBuffer, "pass the ReplayBuffer that collectors fill")
+    check_positive("k", k, 4)
+    check_choice("strategy", strategy, ("future", "final", "episode"))
+    check_function("reward", reward, "a function of achieved goals, new goals and frames", 3)
+    if isinstance(buffer.sampler, SliceSampler) or getattr(buffer.sampler, "returns", None) is not None:
+        what = f"buffer has the sampler {buffer.sampler}, expected one of single frames with their own rewards"
+        raise ValueError(f"{what}: build it with a RandomSampler or a PrioritizedSampler, without n_steps")
+    buffer.relabel_by(_Hindsight(k, strategy, reward), Trajectories())
+    return buffer
+
+
+@dataclass(frozen=True)
+class _Hindsight:
+    k: int
+    strategy: str
+    reward: Reward
+
+    def __call__(self, memory: BufferView, drawn: SampleIndices, random_source: RandomSource) -> SampleIndices:
+        """The sample with some frames more, those of new goals."""
+        index, own = trajectory_index_of(memory), torch.as_tensor(drawn.slots).numpy(force=True)
+        rows = np.flatnonzero(random_source.uniform(len(own)) * (self.k + 1) < self.k)
+        trajectory, position = index.places(own[rows])
+        first, stop = index.first.take(trajectory), index.stop.take(trajectory)
+        begin = {"future": position, "final": stop - 1, "episode": first}[self.strategy]
+        goal = begin + (random_source.uniform(len(rows)) * (stop - begin)).astype(np.int64)
+        slots, taken = np.concatenate([own, index.get(trajectory, goal)]), own if drawn.taken is None else drawn.taken
+        return _Relabelled(slots=slots, taken=taken, info=drawn.info, of=drawn, rows=rows, reward=self.reward)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Relabelled(SampleIndices):
+    """The frames of another sample, and after them those whose achieved goals are the new goals of some of them."""
+
+    of: SampleIndices
+    rows: Ints  # [M]: the frames that get new goals
+    reward: Reward
+
+    @property
+    @override
+    def index(self) -> Ints:
+        return self.of.index
+
+    @override
+    def finish(self, batch: Any) -> Any:
+        if not isinstance(batch, TensorDictBase):
+            raise TypeError(f"the frames are {kind_of(batch)}, which have no goals: store TensorDicts")
+        held = batch.keys(True, True)
+        if missing := [
+            key for key in (_GOAL, ("next", _GOAL), ("next", _ACHIEVED), ("next", "reward")) if key not in held
+        ]:
+            what = f"the frames have no {[*map(readable, map(as_path, missing))]}, they have {sorted(map(str, held))}"
+            raise ValueError(f"{what}: collect from an environment whose observations are dicts with goals")
+        rows, count = torch.from_numpy(self.rows).to(batch.device), len(self.of.slots)
+        frames, goals = self.of.finish(batch[:count]), batch["next", _ACHIEVED][count:]
+        frames[_GOAL][rows] = frames["next", _GOAL][rows] = goals.to(frames[_GOAL].dtype)
+        changed, rewards = frames[rows], frames["next", "reward"]
+        given = torch.as_tensor(self.reward(changed["next", _ACHIEVED], changed[_GOAL], changed))
+        if given.numel() != len(rows) * rewards[:1].numel():
+            raise ValueError(f"reward returned shape {list(given.shape)} for {len(rows)} frames: return one for each")
+        rewards[rows] = given.to(rewards).reshape(len(rows), *rewards.shape[1:])
+        return frames

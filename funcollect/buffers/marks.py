@@ -1,0 +1,62 @@
+"""Marks flags in samples: where slices and episodes begin, and where slices end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from funcollect.buffers import Bools, Ints
+from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
+from funcollect.tree import Path
+
+_NO_STARTS = ("next", "collector")  # nodes whose flags are those of other frames, or not the environment's
+
+
+def with_episodes(batch: TensorDict, first: Ints | slice, mask: Bools | None) -> Ints:
+    """The rows that begin a slice or do not follow on the row before: by ids and steps, or by that row's flags."""
+    begins = np.zeros(len(batch), np.bool_)
+    begins[first] = True
+    if (ids := batch.get(TRAJECTORY_IDS, None)) is not None:
+        begins[1:] |= ids.reshape(-1).diff().numpy(force=True) != 0
+        if (steps := batch.get(STEP, None)) is not None:  # other runs may have the same ids
+            begins[1:] |= steps.reshape(-1).diff().numpy(force=True) != 1
+    elif (done := batch.get(("next", "done"), None)) is not None:
+        begins[1:] |= done[:-1].reshape(len(batch) - 1).numpy(force=True)
+    return np.flatnonzero(begins if mask is None else begins & mask)
+
+
+def flags_at(batch: TensorDict, path: Path, tail: tuple[int, ...], fresh: bool = False) -> Tensor:
+    """The flags ``[N, *tail]`` of a batch at a path; new ones, all False, if there are none, or if `fresh`."""
+    node = batch._tensordict  # several times faster than `get` and `set`
+    for part in path[:-1]:
+        if part not in node:
+            node[part] = TensorDict({}, batch.batch_size, batch.device)
+        node = node[part]._tensordict
+    flags: Tensor | None = node.get(path[-1])
+    if flags is None or fresh:
+        zeros = torch.from_numpy(np.zeros((*batch.batch_size, *tail), np.bool_))
+        flags = node[path[-1]] = zeros if batch.device is None else zeros.to(batch.device)
+    return flags
+
+
+def mark(node: dict[str, Any], name: str, rows: Ints | slice) -> bool:
+    """Set these rows to True in all leaves with a name, except those of next frames; whether there are any."""
+    leaf = node.get(name)
+    if found := isinstance(leaf, Tensor):
+        set_rows(leaf, rows)
+    for key, value in node.items():
+        if type(value) is TensorDict and key not in _NO_STARTS:
+            found |= mark(value._tensordict, name, rows)
+    return found
+
+
+def set_rows(flags: Tensor, rows: Ints | slice) -> None:
+    """Set these rows of flags to True."""
+    if flags.is_cpu:
+        flags.numpy()[rows] = True  # Torch takes twice as long
+    else:
+        flags[rows if isinstance(rows, slice) else torch.from_numpy(rows)] = True

@@ -1,0 +1,142 @@
+"""One sample from several buffers, such as one with offline data and one that a collector fills."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import optree
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from funcollect.arguments import check_kind, check_number, check_optional_positive
+from funcollect.buffers.editing import WRITTEN, rows_of
+from funcollect.buffers.indices import wanted_size
+from funcollect.buffers.keyed_replay import TensorDictReplayBuffer
+from funcollect.buffers.replay import ReplayBuffer
+from funcollect.buffers.samplers import PrioritizedSampler, numbers_of
+from funcollect.buffers.storages.packed_rows import leaves_of
+from funcollect.messages import shown
+from funcollect.trajectories.split import readable
+
+__all__ = ["MixedBuffers", "mix"]
+
+
+def mix(
+    *buffers: ReplayBuffer, fractions: Sequence[float] | None = None, batch_size: int | None = None
+) -> MixedBuffers:
+    """Sample from several buffers at once: the frames of the first, then those of the second, and so on.
+
+    Samples have the keys that the frames of all buffers have; these must have the same shapes and dtypes. The buffers
+    stay independent, and may be sampled by themselves, too. Raises TypeError or ValueError for bad arguments.
+
+    Args:
+        buffers: at least two.
+        fractions: the share of each buffer in a sample, with the sum 1; by default equal shares.
+        batch_size: the number of frames in a sample.
+
+    >>> import funcollect as fc, torch
+    >>> offline, online = (fc.ReplayBuffer(storage=fc.LazyTensorStorage(100)) for _ in range(2))
+    >>> _ = offline.extend({"x": torch.zeros(50)}), online.extend({"x": torch.ones(20)})
+    >>> fc.mix(offline, online, fractions=(0.25, 0.75)).sample(8)["x"]
+    tensor([0., 0., 1., 1., 1., 1., 1., 1.])
+    """
+    check_optional_positive("batch_size", batch_size)
+    for buffer in buffers:
+        check_kind("buffers", buffer, ReplayBuffer, "pass for example mix(offline, online)")
+    if len({*map(id, buffers)}) < max(len(buffers), 2):
+        raise ValueError(f"{len(buffers)} buffers are given, expected two or more, each once: mix(offline, online)")
+    shares = [1 / len(buffers)] * len(buffers) if fractions is None else fractions
+    if not isinstance(shares, (list, tuple)):
+        raise TypeError(f"fractions is {shown(fractions)}, expected a number for each buffer: pass (0.5, 0.5), say")
+    for share in shares:
+        check_number("fractions", share, most=1.0)
+    if len(shares) != len(buffers) or not math.isclose(sum(shares), 1.0, rel_tol=1e-6):
+        what = f"fractions is {shown(fractions)}, expected {len(buffers)} numbers with the sum 1"
+        raise ValueError(f"{what}: pass one for each buffer, such as (0.5, 0.5)")
+    return MixedBuffers(buffers, shares, batch_size)
+
+
+class MixedBuffers:
+    """Several buffers that are sampled together, see `mix`."""
+
+    def __init__(self, buffers: Sequence[ReplayBuffer], fractions: Sequence[float], batch_size: int | None) -> None:
+        self.buffers, self.fractions, self.batch_size = tuple(buffers), tuple(fractions), batch_size
+        self._begin = np.cumsum([0, *(buffer.storage.max_size for buffer in buffers)]).tolist()
+
+    def __len__(self) -> int:
+        return sum(map(len, self.buffers))
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """A random batch from all buffers, see `ReplayBuffer.sample`.
+
+        ``info["index"]`` ``[N]`` numbers the slots of all buffers, in their order, for `update_priority` and `update`.
+        ``info["buffer"]`` ``[N]`` int64 has the place of each frame's buffer, and ``info["priority_weight"]`` is 1 for
+        frames of buffers without priorities. ValueError if a buffer is empty, or frames do not match.
+        """
+        ends = np.cumsum(self.fractions) * wanted_size(batch_size, self.batch_size)
+        counts = np.diff(ends.round().astype(np.int64), prepend=0).tolist()
+        batches, infos, written = [], [], list[int | None]([0] * len(counts))
+        for number, (buffer, count) in enumerate(zip(self.buffers, counts, strict=True)):
+            if count:
+                batch, info = buffer.sample(count, return_info=True)
+                slots, written[number] = info["index"], buffer.written_at(info["index"])
+                weight = info.get("priority_weight", torch.ones(slots.shape, device=slots.device))
+                index = torch.where(slots < 0, slots, slots + self._begin[number])
+                infos.append({"index": index, "buffer": torch.full_like(slots, number), "priority_weight": weight})
+                batches.append(batch)
+        joined, together = {key: torch.cat([info[key] for info in infos]) for key in infos[0]}, _concatenated(batches)
+        setattr(joined["index"].untyped_storage(), WRITTEN, tuple(written))
+        if all(isinstance(buffer, TensorDictReplayBuffer) for buffer in self.buffers):
+            together["index"] = joined["index"]  # in place of the slots that each buffer knows
+        return (together, joined) if return_info else together
+
+    def written_at(self, index: Any) -> Any:
+        """How many frames each buffer had been given when these slots were returned; see `ReplayBuffer.written_at`."""
+        return self.buffers[0].written_at(index)
+
+    def update_priority(self, index: Any, priority: Any, written: Any = None) -> None:
+        """Set the priorities of frames in the buffers that have priorities; see `ReplayBuffer.update_priority`."""
+        given = torch.as_tensor(priority).reshape(-1)
+        for buffer, rows, slots, then in self._parts(index, written):
+            if isinstance(buffer.sampler, PrioritizedSampler):
+                buffer.update_priority(slots, given if len(given) == 1 else given[rows.to(given.device)], then)
+
+    def update(self, index: Any, values: Mapping[Any, Any] | TensorDictBase, written: Any = None) -> int:
+        """Write values back to the frames in these slots of their buffers; see `ReplayBuffer.update`."""
+        leaves = rows_of(values, np.shape(index))
+        return sum(
+            buffer.update(slots, {path: leaf[rows] for path, leaf in leaves.items()}, then)
+            for buffer, rows, slots, then in self._parts(index, written)
+        )
+
+    def _parts(self, index: Any, written: Any) -> Iterator[tuple[ReplayBuffer, Tensor, Any, Any]]:
+        """Each buffer, its rows in `index` [N], their slots, and how many frames it had been given then."""
+        written = self.written_at(index) if written is None else written
+        slots = numbers_of("index", index, "iu").astype(np.int64)
+        if slots.max(initial=0) >= self._begin[-1]:
+            raise ValueError(f"index holds {slots.max()}, expected slots below {self._begin[-1]}: give info['index']")
+        for number, buffer in enumerate(self.buffers):
+            rows = (slots >= self._begin[number]) & (slots < self._begin[number + 1])
+            yield buffer, torch.from_numpy(rows), slots[rows] - self._begin[number], written and written[number]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Endless samples."""
+        while True:
+            yield self.sample()
+
+
+def _concatenated(batches: list[Any]) -> Any:
+    """The rows of several batches; of TensorDicts, the keys that all of them have."""
+    if named := all(isinstance(batch, TensorDictBase) for batch in batches):
+        keys = set.intersection(*({*batch.keys(True, True)} for batch in batches))
+        batches = [batch.select(*keys) for batch in batches]
+    leaves = [leaves_of(batch) for batch in batches]
+    forms = [{readable(p): (tuple(x.shape[1:]), x.dtype, x.device) for p, x in each.items()} for each in leaves]
+    if not forms[0] or any(form != forms[0] for form in forms):
+        what = f"frames of the buffers have {forms}, expected the same keys, shapes, dtypes and devices"
+        raise ValueError(f"{what}: give one of the buffers a sample_transform= that converts them")
+    return torch.cat(batches) if named else optree.tree_map(lambda *leaves: torch.cat(leaves), *batches)

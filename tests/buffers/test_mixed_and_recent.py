@@ -1,0 +1,168 @@
+"""Samples from several buffers, and of frames by age: what is drawn, and what goes back to where it came from."""
+
+from collections import Counter
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import funcollect as fc
+from tests.buffers.conftest import filled, numbers
+from tests.support.compare import implausible
+from tests.support.running import scaled
+
+
+def prioritized(size=8):
+    return fc.PrioritizedSampler(size, alpha=1.0, beta=1.0, eps=0.0)
+
+
+def weights(buffer):
+    return buffer.sampler.state()["weights"].tolist()
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_one_sample_from_several_and_what_goes_back(prefetch):
+    offline = filled(numbers(8), 8, prioritized, prefetch=prefetch)
+    plain = filled(numbers(20, 100).set("further", torch.ones(20)), 20)
+    online = filled(numbers(8, 200), 8, prioritized)
+    mixed = fc.mix(offline, plain, online, fractions=(0.25, 0.3, 0.45), batch_size=10)
+    sample, info = mixed.sample(return_info=True)
+    assert (
+        sample["x"].div(100, rounding_mode="floor").tolist() == info["buffer"].tolist() == [0] * 2 + [1] * 4 + [2] * 4
+    )
+    assert {*sample.keys()} == {"x"}
+    assert len(mixed) == 36
+    begin = torch.tensor([0, 8, 28])[info["buffer"]]
+    assert torch.equal(info["index"] - begin, sample["x"] % 100)
+    assert (info["priority_weight"] == 1).all()
+    mixed.update_priority(info["index"], torch.arange(10.0) + 5)
+    for buffer, rows in ((offline, range(2)), (online, range(6, 10))):
+        last = {int(info["index"][row] - begin[row]): row + 5.0 for row in rows}
+        assert weights(buffer) == [last.get(slot, 1.0) for slot in range(8)]
+    copied, written = info["index"].clone(), mixed.written_at(info["index"])
+    online.extend(numbers(8, 300))
+    assert mixed.update(info["index"], {"x": sample["x"] + 50}) == 4
+    assert mixed.update(copied[:3], {"x": sample["x"][:3] + 50}, written=written) == 0
+    mixed.update_priority(copied, 1000.0, written=written)
+    assert {*online[:]["x"].tolist()} == {*range(300, 308)}
+    assert 1000.0 not in weights(online)
+    assert 1000.0 in weights(offline)
+    assert {*plain[:]["x"].tolist()} >= {*(sample["x"][2:6] + 50).tolist()}
+    weight = mixed.sample(400, return_info=True)[1]["priority_weight"]
+    assert weight.min() < 1
+
+
+def test_keyed_buffers_and_trees():
+    buffers = [fc.TensorDictReplayBuffer(storage=fc.LazyTensorStorage(4), batch_size=2) for _ in range(2)]
+    for buffer in buffers:
+        buffer.extend(numbers(4))
+    sample, info = fc.mix(*buffers).sample(6, return_info=True)
+    assert torch.equal(sample["index"], info["index"])
+    assert info["buffer"].tolist() == [0] * 3 + [1] * 3
+    trees = fc.mix(
+        filled({"x": (torch.zeros(4),)}), filled({"x": (torch.ones(4),)}), fractions=[0.5, 0.5], batch_size=4
+    )
+    assert next(iter(trees))["x"][0].tolist() == [0, 0, 1, 1]
+
+
+def mixture(second, **options):
+    return fc.mix(filled(numbers(4)), second, **options)
+
+
+BAD = {
+    "1 buffers are given, expected two or more, each once": lambda: fc.mix(filled(numbers(4))),
+    "buffers is 3, expected ReplayBuffer": lambda: mixture(3),
+    "expected 2 numbers with the sum 1: pass one for each": lambda: mixture(filled(numbers(4)), fractions=(0.5, 0.4)),
+    "fractions is 0.5, expected a number for each buffer": lambda: mixture(filled(numbers(4)), fractions=0.5),
+    "fractions is 2.0, expected a number in": lambda: mixture(filled(numbers(4)), fractions=(2.0, -1.0)),
+    "no batch_size is given": lambda: mixture(filled(numbers(4))).sample(),
+    "the buffer is empty": lambda: mixture(fc.ReplayBuffer()).sample(4),
+    "torch.float32.*expected the same keys, shapes, dtypes and devices": lambda: mixture(
+        filled({"x": torch.ones(3)})
+    ).sample(4),
+    r"frames of the buffers have \[{}, {}\], expected": lambda: mixture(
+        filled(TensorDict({"y": torch.ones(3)}, [3]))
+    ).sample(4),
+    "index holds 20, expected slots below 20": lambda: mixture(filled(numbers(4))).update_priority([20], 1.0),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_mixtures(message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        BAD[message]()
+
+
+def versioned(start, versions):
+    batch = numbers(len(versions), start)
+    return batch.set(("collector", "policy_version"), torch.tensor(versions))
+
+
+@pytest.mark.parametrize("rare", [False, True])
+def test_frames_are_young(rare):
+    """Batches of asynchronous workers do not come in the order of their versions."""
+    buffer = filled(versioned(0, [3, 5, 4, 1] * 5 + [0] * 60), 70 if rare else 20, fc.RecentSampler(max_age=1))
+    if rare:
+        buffer.extend(versioned(80, [2, 5, 4, 1] * 2))  # over the first eight of the frames
+    versions = buffer[:]["collector", "policy_version"]
+    if not rare:
+        assert (versions == 0).all()
+        buffer.extend(versioned(80, [3, 5, 4, 1] * 5))
+        versions = buffer[:]["collector", "policy_version"]
+    count = scaled(2000)
+    _, info = buffer.sample(count, return_info=True)
+    young = (versions >= 4).nonzero()[:, 0]
+    counts = torch.bincount(info["index"], minlength=len(versions))
+    assert counts.sum() == counts[young].sum() == count
+    assert not implausible(counts[young], [count / len(young)] * len(young))
+    buffer.sampler.policy_version = 6
+    assert {*buffer.sample(count)["collector", "policy_version"].tolist()} == {5}
+    buffer.sampler.policy_version = 9
+    with pytest.raises(ValueError, match="no frame is at most 1 versions old"):
+        buffer.sample(4)
+
+
+@pytest.mark.parametrize("max_age", [None, 1])
+@pytest.mark.parametrize("prefetch", [None, 3])
+def test_each_frame_is_consumed_once(prefetch, max_age, tmp_path):
+    """Whatever was prepared when a batch comes in or a dump is made is drawn later, unless it was overwritten."""
+
+    def made():
+        sampler = fc.RecentSampler(max_age=max_age, once=True)
+        return fc.ReplayBuffer(storage=fc.LazyTensorStorage(60), sampler=sampler, batch_size=7, prefetch=prefetch)
+
+    buffer, seen = made(), Counter()
+    for turn in range(6):
+        buffer.extend(versioned(20 * turn, [turn] * 20))
+        for _ in range(2):
+            seen.update(buffer.sample()["x"].tolist())
+    buffer.dumps(tmp_path)
+    other, rest = made(), Counter(seen)
+    other.loads(tmp_path)
+    for each, found in ((buffer, seen), (other, rest)):
+        sizes = [len(sample) for sample in each if not found.update(sample["x"].tolist())]
+        assert set(sizes[:-1]) <= {7}
+        assert {*found.values()} == {1}
+        assert {*found} >= {*range(60 if max_age is None else 80, 120)}
+        assert each.sampler.ran_out(1)
+        with pytest.raises(ValueError, match="has no frame left"):
+            each.sample()
+        each.extend(versioned(200, [9]))
+        assert each.sample()["x"].tolist() == [200]
+
+
+def test_frames_without_versions():
+    buffer = filled(numbers(4), 4, fc.RecentSampler(max_age=0))
+    with pytest.raises(ValueError, match=r"numbers \['x'\], expected collector.policy_version"):
+        buffer.sample(2)
+    assert len(filled(numbers(4), 4, fc.RecentSampler(once=True)).sample(9)) == 4
+
+
+def test_collectors_of_several_workers():
+    sampler = fc.RecentSampler(max_age=0, once=True)
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(1_000, ndim=2), sampler=sampler, batch_size=16)
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    with fc.SyncDataCollector(env, None, frames_per_batch=32, total_frames=96, seed=0) as collector:
+        for batch in collector:
+            buffer.extend(batch)
+            assert sum(len(sample) for sample in buffer) == 32
