@@ -13,6 +13,7 @@ from funcollect.envs.pettingzoo_env import from_pettingzoo
 from funcollect.envs.torch_env import CartPole, Pendulum, TorchEnvBase
 from funcollect.envs.torch_vector_env import from_torch_vector_env
 from funcollect.envs.torchrl_env import from_torchrl
+from funcollect.envs.vmas_env import from_vmas
 from funcollect.keys import LaneKeys
 from funcollect.protocols import (
     DeviceEnv,
@@ -34,5 +35,5 @@ __all__ = [
     "TorchEnv", "TorchEnvBase", "Transition", "from_ale", "from_brax", "from_craftax", "from_envpool",
     "from_functional", "from_functions", "from_gymnasium", "from_gymnax", "from_jaxmarl", "from_jumanji",
     "from_navix", "from_pettingzoo", "from_pgx", "from_playground", "from_torch_vector_env", "from_torchrl",
-    "from_xminigrid", "observation_leaves", "observation_rows",
+    "from_vmas", "from_xminigrid", "observation_leaves", "observation_rows",
 ]  # fmt: skip

@@ -25,7 +25,7 @@ from funcollect.envs.torchrl_specs import TorchRLLayout, layout_of, truncates
 from funcollect.errors import EnvError, InUseError
 from funcollect.keys import generator_state, torch_generator
 from funcollect.protocols import Outcome
-from funcollect.specs import observation_leaves
+from funcollect.specs import GroupedSpec, observation_leaves
 from funcollect.tree import as_path, key_of, nest, to_tensordict
 
 
@@ -45,9 +45,12 @@ def from_torchrl(
 
     Observations have the environment's keys, including those that its transforms add, such as ``step_count``. The
     environment needs one action, whose key may be nested and which a batch holds as ``action`` in the environment's own
-    encoding; one reward, which becomes ``reward``; and ``done``, ``terminated`` and ``truncated`` at the root. Lanes
-    are reset by ``_reset`` masks, through all transforms. The environment is seeded once (``seeding="run"``), by its
-    `set_seed`, draws from Torch's global generator in its own state, and cannot be forked. With `num_envs`, each
+    encoding; one reward, which becomes ``reward``; and ``done``, ``terminated`` and ``truncated`` at the root. Or it
+    has groups of agents, as `PettingZooEnv` and `VmasEnv`: then a batch has their keys, ``(group, "action")``,
+    ``("next", group, "reward")`` and so on, and ``("next", "reward")`` is the sum over all agents.
+
+    Lanes are reset by ``_reset`` masks, through all transforms. The environment is seeded once (``seeding="run"``), by
+    its `set_seed`, draws from Torch's global generator in its own state, and cannot be forked. With `num_envs`, each
     lane is a separate environment with its own seed (``seeding="lane"``).
 
     `env` is an `EnvBase`, which backs one state, or a factory of one, called with `kwargs` for each state. The state
@@ -56,7 +59,7 @@ def from_torchrl(
     for the batch that `env` is itself. See `from_gymnasium` for the other arguments.
 
     Raises TypeError for something else as `env`, and for specs without a Gymnasium space; ValueError for several
-    actions, rewards, batch dimensions or groups of done flags, and for keys that collide with a batch's own.
+    actions or rewards that are not those of groups, several batch dimensions, and keys that collide with a batch's own.
 
     >>> from torchrl.envs import GymEnv, SerialEnv
     >>> from_torchrl(lambda: SerialEnv(2, lambda: GymEnv("CartPole-v1")))
@@ -96,6 +99,7 @@ def from_torchrl(
         action_spec=layout.action,
         observation_leaves=observation_leaves(layout.observation_space, dtype),
         opener=opener,
+        info_keys=tuple(".".join(key) for key in layout.reward_keys if layout.has_groups),
         seeding="lane" if apart else "run",
         forking="none",
         truncates=limited,
@@ -135,8 +139,11 @@ class TorchRLLanes(SimulatorsBase):
 
     def __init__(self, env: Any, layout: TorchRLLayout, adapted: SimulatedEnv) -> None:
         self._env, self._layout, self._first_lane = env, layout, adapted.first_lane
-        self._action_path = as_path(layout.action_key)
-        self._batched = bool(env.batch_size)
+        self._batched, spec, self._groups = bool(env.batch_size), layout.action, layout.has_groups
+        self._actions = [
+            (as_path(key), partial(spec.of_group, key[0]) if isinstance(spec, GroupedSpec) else None, dtype)
+            for key, dtype in layout.actions.items()
+        ]
         self._num_envs = env.batch_size[0] if self._batched else 1
         self._threads = torch.get_num_threads()
         self._generator = generator_state(0)
@@ -182,7 +189,8 @@ class TorchRLLanes(SimulatorsBase):
             over = torch.zeros(self._num_envs, 1, dtype=torch.bool)
             over[missing] = True
             for key in self._env.done_keys:
-                self._root.set(key, over.to(self._root.get(key).device, copy=True))
+                held = self._root.get(key)  # of agents, there are several
+                self._root.set(key, over.view(-1, *[1] * (held.ndim - 1)).expand_as(held).to(held.device, copy=True))
             return self._env.maybe_reset(self._root)
 
     def _failed(self, what: str, error: Exception) -> EnvError:
@@ -200,24 +208,33 @@ class TorchRLLanes(SimulatorsBase):
         except Exception as error:
             raise self._failed("step", error) from error
         self._broken_off = False
-        columns: Any = (_column(after, self._layout.reward_key), *self._flags(after))
+        infos: Any = ()
+        if self._groups:
+            own = [after.get(key).reshape(self._num_envs, -1) for key in self._layout.reward_keys]
+            reward, infos = torch.cat(own, -1).sum(-1).tolist(), [each.numpy(force=True)[list(lanes)] for each in own]
+        else:
+            reward = _column(after, self._layout.reward_keys[0])
+        columns: Any = (reward, *self._flags(after))
         self._write(after, lanes)
         if len(lanes) < self._num_envs:
             columns = tuple([each[lane] for lane in lanes] for each in columns)
-        return *columns, ()
+        return *columns, infos
 
     def _step_all(self, lanes: Sequence[int], action: Any) -> TensorDictBase:
         """Step these lanes and return TorchRL's ``next``; unless the layout is bare, done lanes restart in the root."""
         tensor = action if isinstance(action, Tensor) else torch.tensor(np.asarray(action))
         tensor = of_everyone(tensor, lanes, self._num_envs) if len(lanes) < self._num_envs else tensor
-        own = tensor if self._batched else tensor[0]
-        encoded = own.to(self._env.device or tensor.device, self._layout.action_dtype, copy=True)
-        if self._layout.bare or self._root is None:
-            named, place = {self._action_path: encoded}, self._env.device  # all that such a step reads
+        own, place = tensor if self._batched else tensor[0], self._env.device
+        named = {
+            path: (own if part is None else part(own)).to(place or tensor.device, dtype, copy=True)
+            for path, part, dtype in self._actions
+        }
+        if self._layout.bare or self._root is None:  # the actions are all that such a step reads
             alone = to_tensordict(named, ()) if place is None else TensorDict(nest(named), (), device=place)
             after: TensorDictBase = self._env._step(alone) if self._layout.raw else self._env.step(alone).get("next")
             return after
-        self._root.set(self._layout.action_key, encoded)
+        for path, encoded in named.items():
+            self._root.set(key_of(path), encoded)
         stepped, self._root = self._env.step_and_maybe_reset(self._root)
         after = stepped.get("next")
         self._restarted = _column(after, "done")
@@ -291,7 +308,8 @@ class SeparateLanes(SimulatorsBase):
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
         outcomes = [self._call(lane, "step", action[row : row + 1]) for row, lane in enumerate(lanes)]
         reward, terminated, truncated = ([each[column][0] for each in outcomes] for column in range(3))
-        return reward, terminated, truncated, ()
+        infos = [[own[0] for own in each] for each in zip(*(each[3] for each in outcomes), strict=True)]
+        return reward, terminated, truncated, infos
 
     def apply(self, lanes: Sequence[int], function: Callable[..., Any], args: tuple[Any, ...], /) -> list[Any]:
         """Call a function with the environments of these lanes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,14 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from funcollect.envs import agents
 from funcollect.envs.base import box, has_time_limit
-from funcollect.specs import ActionSpec, Space
-from funcollect.tree import Path, flatten
+from funcollect.specs import ActionSpec, Group, GroupedSpec, Space
+from funcollect.tree import Path, as_path, flatten
 
 NestedKey = str | tuple[str, ...]
 
-_GROUP = {"done", "terminated", "truncated"}
+_FLAGS = {"done", "terminated", "truncated"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +28,19 @@ class TorchRLLayout:
 
     observation_space: Space  # without the keys of `primers`
     action: ActionSpec
-    action_key: NestedKey
-    action_dtype: torch.dtype  # as the environment reads the action
-    reward_key: NestedKey
+    actions: dict[NestedKey, torch.dtype]  # the keys of actions, one for each group, and as the environment reads them
+    reward_keys: tuple[NestedKey, ...]  # those of groups if there are several
     writes_truncated: bool
     primers: dict[Path, Tensor]  # initial recurrent states of a policy, which transforms of the environment declare
     bare: bool  # whether a step reads nothing but the action
     # Whether `_step` can be called instead of `step`: TorchRL's own adapters of Gymnasium write the whole result there,
     # and a quarter of the time of their `step` goes into checking it again. Implies `bare`.
     raw: bool
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether actions and rewards are those of groups of agents."""
+        return isinstance(self.action, GroupedSpec)
 
 
 def layout_of(env: Any) -> TorchRLLayout:
@@ -45,30 +50,69 @@ def layout_of(env: Any) -> TorchRLLayout:
     if len(env.batch_size) > 1:
         mend = "build it with one batch dimension"
         raise ValueError(f"the environment has the batch size {list(env.batch_size)}, expected [] or [P]: {mend}")
-    action_key = _only("actions", env.action_keys, "join them in one, or write a transform that splits one")
-    reward_key = _only("rewards", env.reward_keys, "add them up in a transform")
-    done_keys = list(env.done_keys)
-    if not {"done", "terminated"} <= set(done_keys) <= _GROUP:
-        what = f"the environment has the done keys {done_keys}, expected {sorted(_GROUP)} at the root"
+    groups = groups_of(env)
+    done_keys = [key for key in env.done_keys if as_path(key)[0] not in groups]
+    if not {"done", "terminated"} <= set(done_keys) <= _FLAGS:
+        what = f"the environment has the done keys {done_keys}, expected {sorted(_FLAGS)} at the root"
         raise ValueError(f"{what}: flags of agents have to be aggregated in a transform")
-    action = env.full_action_spec_unbatched[action_key]
-    reward = env.full_reward_spec_unbatched[reward_key]
-    if reward.shape.numel() != 1:
-        what = f"the reward {reward_key!r} has shape {list(reward.shape)}, expected one number per environment"
-        raise ValueError(f"{what}: add the parts up in a transform")
-    space, primers = _observation_space(env)
-    bare = not env.batch_size and not hasattr(type(env), "transform") and not list(env.state_spec.keys(True, True))
+    if groups:
+        action: ActionSpec = agents.action_spec(
+            groups, sorted(name for group in groups.values() for name in group.names)
+        )
+    else:
+        _only("actions", env.action_keys, "join them in one, or write a transform that splits one")
+        reward_key = _only("rewards", env.reward_keys, "add them up in a transform")
+        reward = env.full_reward_spec_unbatched[reward_key]
+        if reward.shape.numel() != 1:
+            what = f"the reward {reward_key!r} has shape {list(reward.shape)}, expected one number per environment"
+            raise ValueError(f"{what}: add the parts up in a transform")
+        action = action_spec(env.full_action_spec_unbatched[env.action_keys[0]])
+    space, primers = _observation_space(env, groups)
+    bare = (
+        not (env.batch_size or groups)
+        and not hasattr(type(env), "transform")
+        and not list(env.state_spec.keys(True, True))
+    )
     return TorchRLLayout(
         observation_space=space,
-        action=action_spec(action),
-        action_key=action_key,
-        action_dtype=action.dtype,
-        reward_key=reward_key,
+        action=action,
+        actions={key: env.full_action_spec_unbatched[key].dtype for key in env.action_keys},
+        reward_keys=tuple(env.reward_keys),
         writes_truncated="truncated" in done_keys,
         primers=primers,
         bare=bare,
         raw=bare and isinstance(env, GymLikeEnv) and type(env)._step is GymLikeEnv._step and not env.run_type_checks,
     )
+
+
+def groups_of(env: Any) -> dict[str, Group]:
+    """The groups of agents of an `EnvBase` with actions and rewards of agents; none if it has one of each.
+
+    ValueError for groups whose agents have different spaces, or one-hot actions.
+    """
+    actions, rewards = env.full_action_spec_unbatched, env.full_reward_spec_unbatched
+    one_each = len(env.action_keys) == len(env.reward_keys) == 1 and rewards[env.reward_keys[0]].shape.numel() == 1
+    keys = [as_path(key) for key in env.action_keys]
+    if (one_each and all(map(_is_root, env.done_keys))) or not all(key[1:] == ("action",) for key in keys):
+        return {}
+    groups, known = {}, vars(_without_transforms(env)[0]).get("group_map") or {}
+    for name, _ in keys:
+        own, node = actions[name, "action"], env.full_observation_spec_unbatched.get(name, {})
+        seen = node.get("observation", None)
+        if seen is None or {*env.reward_keys} != {(each, "reward") for each, _ in keys}:
+            what = f"the group {name!r} lacks an observation or a reward, expected {name}.observation and {name}.reward"
+            raise ValueError(f"{what}: rename them in a transform")
+        spaces_of = [(observation_space(seen[at]), action_spec(own[at])) for at in range(own.shape[0])]
+        if any(each != spaces_of[0] for each in spaces_of) or spaces_of[0][1].one_hot:
+            what = f"the agents of the group {name!r} have the spaces {spaces_of}, expected equal ones, not one-hot"
+            raise ValueError(f"{what}: pass group_map= that parts them, and categorical_actions=True")
+        names = known.get(name) or [f"{name}_{at}" for at in range(own.shape[0])]
+        groups[name] = Group(tuple(names), spaces_of[0][0], spaces_of[0][1].space)
+    return groups
+
+
+def _is_root(key: NestedKey) -> bool:
+    return len(as_path(key)) == 1
 
 
 def truncates(env: Any) -> bool:
@@ -108,8 +152,8 @@ def _only(what: str, keys: Iterable[NestedKey], mend: str) -> NestedKey:
     return names[0]
 
 
-def _observation_space(env: Any) -> tuple[Space, dict[Path, Tensor]]:
-    """The space of an observation, and the initial recurrent states of one lane that `TensorDictPrimer`s declare."""
+def _observation_space(env: Any, groups: Mapping[str, Group]) -> tuple[Space, dict[Path, Tensor]]:
+    """The space of an observation with the flags of agents, and the initial recurrent states of a lane in primers."""
     from tensordict import TensorDict
     from torchrl.envs import TensorDictPrimer
 
@@ -120,6 +164,11 @@ def _observation_space(env: Any) -> tuple[Space, dict[Path, Tensor]]:
             primers |= {path: value[0] if around.batch_size else value for path, value in values.items()}
     space = observation_space(env.full_observation_spec_unbatched, without=primers)
     assert isinstance(space, spaces.Dict)
+    for key in env.done_keys:
+        if not _is_root(key):
+            name, flag = key
+            node: Any = space[name]
+            node[flag] = box((groups[name].n, 1), bool)
     if not len(space):
         raise ValueError("the environment's observation spec is empty, expected at least one key: add it")
     return space["observation"] if list(space) == ["observation"] else space, primers

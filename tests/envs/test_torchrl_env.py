@@ -1,13 +1,17 @@
 """TorchRL's environments against TorchRL's own loop, given the seed and the actions that were taken."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from mpe2 import simple_tag_v3
 from tensordict import TensorDict
 from torchrl import data, envs
 from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, Unbounded
 from torchrl.envs import Compose, GymEnv, PendulumEnv, RenameTransform, SerialEnv, StepCounter, TransformedEnv
+from torchrl.envs.libs.pettingzoo import PettingZooWrapper
 from torchrl.modules import QValueActor
 
 import funcollect as fc
@@ -17,6 +21,7 @@ from funcollect.keys import Purpose, fold, key_from_seed
 from funcollect.specs import ActionSpec
 from funcollect.testing import ENV_CHECKS, check_env
 from tests.envs.conftest import begun
+from tests.support.cases import mlp
 from tests.support.compare import assert_same, bits, collect, leaves
 from tests.support.running import in_soak
 
@@ -335,3 +340,91 @@ def test_actions_keep_their_encoding(spec, space, hot):
 def test_what_has_no_space_is_said(convert, spec, message):
     with pytest.raises(TypeError, match=message):
         convert(spec)
+
+
+def tag(max_cycles=8, **kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the version of PettingZoo
+        return PettingZooWrapper(simple_tag_v3.parallel_env(max_cycles=max_cycles), **kwargs)
+
+
+class Teams(envs.EnvBase):
+    """Natively batched; two groups, of which one has two agents, and flags of the lanes alone."""
+
+    def __init__(self):
+        super().__init__(batch_size=[3])
+
+        def of(make):
+            return Composite({"ant": make(2), "bee": make(1)}, shape=(3,))
+
+        self.observation_spec = of(lambda n: Composite(observation=Unbounded((3, n, 2)), shape=(3, n)))
+        self.action_spec = of(lambda n: Composite(action=Bounded(-1, 1, (3, n, 2)), shape=(3, n)))
+        self.reward_spec = of(lambda n: Composite(reward=Unbounded((3, n, 1)), shape=(3, n)))
+        self.done_spec = Categorical(2, dtype=torch.bool, shape=(3, 1))
+
+    def _reset(self, tensordict):
+        mask = torch.ones(3, 1, 1, dtype=bool) if tensordict is None else tensordict["_reset"][..., None]
+        place = torch.zeros(3, 3, 2) if mask.all() else torch.where(mask, 0, self.place)
+        return self.seen(place)
+
+    def seen(self, place, **more):
+        self.place = place
+        own = {
+            name: {"observation": place[:, part].clone()} for name, part in (("ant", slice(2)), ("bee", slice(2, 3)))
+        }
+        return TensorDict(own | more, [3])
+
+    def _step(self, tensordict):
+        moves = torch.cat([tensordict["ant", "action"], tensordict["bee", "action"]], 1)
+        after = self.seen(self.place + moves)
+        for name in ("ant", "bee"):
+            after[name, "reward"] = after[name, "observation"].sum(-1, keepdim=True)
+        return after.set("done", self.place.abs().amax((1, 2))[:, None] > 3)
+
+    def _set_seed(self, seed):
+        torch.manual_seed(seed)
+
+
+GROUPED = {
+    "pettingzoo": tag,
+    "serial of pettingzoo": lambda: SerialEnv(2, tag),
+    "masks": lambda: TransformedEnv(tag(use_mask=True, done_on_any=False), StepCounter()),
+    "batched": Teams,
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_have_the_keys_and_values_of_torchrls_own_loop(name):
+    env = fc.make_env(GROUPED[name])
+    batch = collect(env, fc.random_policy(env), 20, seed=3)
+    raw, lanes = GROUPED[name](), int(env.num_envs is not None)
+    actions = {group: batch[group, "action"] for group in env.groups}
+    first = fold(key_from_seed(3), Purpose.RESET, 0, 0)[0]
+    with torch.random.fork_rng():
+        torch.manual_seed(first)
+        raw.set_seed(first)
+        root, rows = raw.reset(), []
+        for at in range(20):
+            for group, action in actions.items():
+                root.set((group, "action"), action.select(lanes, at))
+            row, root = raw.step_and_maybe_reset(root)
+            rows.append(row.clone())
+    wanted, got = leaves(torch.stack(rows, lanes)), leaves(batch.exclude("collector"))
+    assert got.keys() - wanted.keys() <= {("next", "reward"), ("truncated",), ("next", "truncated")}
+    for path, leaf in wanted.items():
+        assert (got[path].dtype, got[path].shape) == (leaf.dtype, leaf.shape), path
+        assert bits(got[path]) == bits(leaf), path
+    assert batch["next", "done"].any()
+    sums = sum(batch["next", group, "reward"].sum((-1, -2)) for group in env.groups)
+    torch.testing.assert_close(batch["next", "reward"][..., 0], sums)
+
+
+def test_a_policy_for_each_group_of_lanes_of_torchrls():
+    nets = {"adversary": 16, "agent": 14}
+    policy = fc.by_group(
+        {name: fc.torch_policy(mlp(size, 5), head=fc.heads.categorical) for name, size in nets.items()}
+    )
+    batches = [collect(fc.make_env(tag, num_envs=2, **spread), policy, 20) for spread in ({}, {"num_workers": 2})]
+    assert_same(*batches)
+    rows = fc.agents_as_rows(batches[0], "adversary")
+    assert rows["next", "reward"].shape == (2, 3, 20, 1)

@@ -307,6 +307,13 @@ def test_classic_games():
     assert "same_seed" in fc.testing.check_env("pettingzoo/classic/tictactoe_v3", num_envs=3, steps=40).passed
 
 
+def swapped():
+    env = made()
+    one, other = torch_policy(0), fc.random_policy(env)
+    state = fc.init(env, fc.by_player([one, other, other]), seed=0)
+    return fc.rollout(env, fc.by_player([other, one, other]), state, 2)
+
+
 def cart_pole():
     env = fc.make_env("CartPole-v1")
     return collect(env, fc.random_policy(env), 3)
@@ -324,6 +331,7 @@ keyed = fc.jax_policy(lambda params, seen, key: seen, None, head=fc.heads.catego
         (lambda: fc.by_player([3]), TypeError, "expected a Policy"),
         (lambda: collect(made(), fc.by_player([torch_policy(0)] * 2), 3), ValueError, "acts for 2 players.*Discrete"),
         (lambda: collect(fc.make_env("CartPole-v1"), fc.by_player([torch_policy(0)]), 3), ValueError, "by_group for"),
+        (lambda: swapped(), ValueError, "policy state NoneType, this policy wants TorchPolicyState"),
         (lambda: fc.player_trajectories(cart_pole()), ValueError, "no tensor current_player"),
         (lambda: fc.player_trajectories(made()), TypeError, "the batch is"),
         (lambda: fc.by_player([keyed, torch_policy(0)]).noise(made().action_spec), fc.PolicyError, "take keys of JAX"),

@@ -189,6 +189,7 @@ SUITES = {
     "navix": {"env": "Navix-Empty-5x5-v0"},
     "pgx": {"env": "tic_tac_toe"},
     "pettingzoo": {"env": "mpe/simple_spread_v3"},
+    "vmas": {"scenario": "navigation"},
     "playground": {"env": "CartpoleBalance"},
     "xminigrid": {"env": "MiniGrid-Empty-5x5"},
 }

@@ -22,6 +22,7 @@ from funcollect.core.state import CollectorState
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memory import reads_together
 from funcollect.keys import draw_ahead, random_words
+from funcollect.policies.by_group import GroupPolicy
 from funcollect.policies.random_policy import RandomStart
 from funcollect.policies.torch_modules.torch_backed import TorchBacked, TorchPolicyState
 from funcollect.processes.system import SIGNS
@@ -225,6 +226,8 @@ def start_of(policy: Policy, state: CollectorState) -> Any:
     """Return the policy's state at the start of a run; raise ValueError for a state of another policy."""
     initial_state = policy.init(state.key, state.num_lanes)
     check_state_kind(state.policy_state, type(initial_state))
+    for name in policy.policies if isinstance(policy, GroupPolicy) else ():
+        check_state_kind(state.policy_state.get(name), type(initial_state[name]))
     if isinstance(initial_state, TorchPolicyState):
         held, wanted = state.policy_state.recurrent, initial_state.recurrent
         shapes, own = ([list(leaf.shape) for leaf in optree.tree_leaves(each)] for each in (held, wanted))

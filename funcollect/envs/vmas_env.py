@@ -1,0 +1,152 @@
+"""VMAS's scenarios (https://github.com/proroklab/VectorizedMultiAgentSimulator): all lanes as tensors, in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
+from torch import Tensor
+
+from funcollect.arguments import check_keys, check_optional_positive, check_positive, checked_device
+from funcollect.envs import agents
+from funcollect.envs.base import box, import_extra
+from funcollect.envs.torch_vector_env import DeviceVectorEnv, from_torch_vector_env
+from funcollect.specs import Group, Space
+
+
+def from_vmas(
+    scenario: Any,
+    *,
+    num_envs: int = 32,
+    device: torch.device | str | None = None,
+    max_episode_steps: int | None = None,
+    groups: Mapping[str, Sequence[str]] | None = None,
+    info_keys: Sequence[str] = (),
+    **kwargs: Any,
+) -> DeviceVectorEnv:
+    """An environment over simulators of VMAS, which hold all lanes as tensors on one device.
+
+    A batch has the keys of groups, as that of `from_pettingzoo`, without masks and flags of agents: an episode ends for
+    all. The simulators are seeded once, and can neither be forked nor saved in mid-episode.
+
+    Args:
+        scenario: a name such as ``"navigation"``, or an instance of VMAS's `BaseScenario`, for one state.
+        max_episode_steps: steps after which an episode is truncated; None for no limit.
+        groups: see `from_pettingzoo`.
+        info_keys: keys of the agents' infos, recorded as ``("next", group, "info", key)``.
+        **kwargs: for `vmas.make_env`, such as ``continuous_actions=False``, and for the scenario, such as `n_agents`.
+
+    Raises ImportError if VMAS is not installed, and ValueError for groups that do not hold every agent once, or that
+    mix spaces.
+
+    >>> env = from_vmas("navigation", num_envs=4, n_agents=3, max_episode_steps=50)
+    >>> {name: group.n for name, group in env.groups.items()}
+    {'agent': 3}
+    """
+    check_positive("num_envs", num_envs)
+    check_optional_positive("max_episode_steps", max_episode_steps)
+    check_keys("info_keys", info_keys, "pos_rew")
+    place = checked_device(device) or torch.device("cpu")
+    make = import_extra("vmas", "vmas", "agents").make_env
+    build = partial(make, scenario, num_envs, place, seed=0, **kwargs)
+    lanes: Callable[[], _Lanes] = partial(_Lanes, build, max_episode_steps, groups, tuple(info_keys))
+    found = lanes().groups
+    keys = [f"{name}.{key}" for name in found for key in (agents.REWARD, *info_keys)]
+    made = from_torch_vector_env(lanes, info_keys=keys)
+    label = f"vmas/{scenario if isinstance(scenario, str) else type(scenario).__name__}"
+    order = [name for group in found.values() for name in group.names]
+    return replace(made, label=label, action_spec=agents.action_spec(found, sorted(order)))
+
+
+class _Lanes:
+    """A simulator of VMAS behind Gymnasium's vector interface; actions and observations are dicts by group."""
+
+    metadata = {"autoreset_mode": "DISABLED"}  # noqa: RUF012
+
+    def __init__(self, build: Callable[[], Any], limit: int | None, groups: Any, keys: Sequence[str]) -> None:
+        self._shared = import_extra("vmas.simulator.environment", "vmas", "agents").Environment.vmas_random_state
+        self._own: list[Any] = self._shared[:]
+        with self._drawing():
+            self._inner = inner = build()
+            seen = inner.reset()
+        self._limit, self._keys, self.num_envs, self.device = limit, keys, inner.num_envs, inner.device
+        self._numbers = {agent.name: number for number, agent in enumerate(inner.agents)}
+        own = map(_action_space, inner.action_space)
+        pairs = {name: (_space_of(each), act) for name, each, act in zip(self._numbers, seen, own, strict=True)}
+        self.groups: dict[str, Group] = agents.grouped(pairs, groups, comes_and_goes=False)
+        self.single_action_space = agents.action_space(self.groups)
+        self.single_observation_space = spaces.Dict(
+            {
+                name: spaces.Dict(observation=batch_space(own.observation_space, own.n))
+                for name, own in self.groups.items()
+            }
+        )
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Draw from generators of its own in place of those that all environments of VMAS share."""
+        before, self._shared[:] = self._shared[:], self._own
+        try:
+            yield
+        finally:
+            self._own, self._shared[:] = self._shared[:], before
+
+    def _by_group(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """Of values [P, ...] of each agent, or dicts of them, those of each group [P, n, ...]."""
+        return {
+            name: _stacked([rows[self._numbers[agent]] for agent in group.names]) for name, group in self.groups.items()
+        }
+
+    def _observed(self, seen: Sequence[Any]) -> dict[str, Any]:
+        return {name: {"observation": own} for name, own in self._by_group(seen).items()}
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode in all lanes, or in those of ``options["reset_mask"]``."""
+        inner = self._inner
+        with self._drawing():
+            if options is None:
+                return self._observed(inner.reset(seed=seed)), {}
+            for lane in options["reset_mask"].nonzero()[:, 0].tolist():
+                inner.reset_at(lane, return_observations=False)
+            return self._observed(inner.get_from_scenario(True, False, False, False)[0]), {}
+
+    def step(self, action: Mapping[str, Tensor]) -> tuple[Any, ...]:
+        """Step all lanes."""
+        inner, own = self._inner, dict[str, Tensor]()
+        for name, group in self.groups.items():
+            own |= {agent: action[name][:, row].clone() for row, agent in enumerate(group.names)}
+        with self._drawing():
+            seen, rewards, terminated, infos = inner.step([own[agent] for agent in self._numbers])
+        late = terminated & False if self._limit is None else (inner.steps >= self._limit) & ~terminated
+        told = {name: {agents.REWARD: reward} for name, reward in self._by_group(rewards).items()}
+        for key in self._keys:
+            for name, value in self._by_group([info[key] for info in infos]).items():
+                told[name][key] = value
+        return self._observed(seen), torch.stack(rewards).sum(0), terminated, late, told
+
+
+def _stacked(rows: Sequence[Any]) -> Any:
+    if isinstance(rows[0], Mapping):
+        return {key: _stacked([row[key] for row in rows]) for key in rows[0]}
+    return torch.stack([*rows], 1)
+
+
+def _space_of(seen: Any) -> Space:
+    """The space of an agent's observations [P, ...]."""
+    if isinstance(seen, Mapping):
+        return spaces.Dict({key: _space_of(each) for key, each in seen.items()})
+    return box(tuple(seen.shape[1:]), np.float32)
+
+
+def _action_space(own: Any) -> Space:
+    """The space for one of the older Gym's."""
+    if hasattr(own, "nvec"):
+        return spaces.MultiDiscrete(own.nvec)
+    return spaces.Discrete(int(own.n)) if hasattr(own, "n") else spaces.Box(own.low, own.high, dtype=own.dtype.type)
