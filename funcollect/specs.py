@@ -21,7 +21,7 @@ from gymnasium.vector.utils import batch_space
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType as ExplorationType
 
-from funcollect.arguments import check_flags, check_kind
+from funcollect.arguments import check_flags, check_keys, check_kind
 from funcollect.tree import Path
 
 __all__ = ["ActionSpec", "ExplorationType", "Group", "GroupedSpec", "Leaf", "observation_leaves"]
@@ -235,6 +235,13 @@ class Group:
     observation_space: Space  # of one agent
     action_space: Space  # of one agent
     comes_and_goes: bool = False  # whether a batch has a ``mask`` [*B, T, n] bool of the agents that are there
+
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError for names that are none, or something else than spaces and a flag."""
+        check_keys("names", self.names, "ant")
+        for name in ("observation_space", "action_space"):
+            check_kind(name, getattr(self, name), spaces.Space, "pass a space of gymnasium.spaces")
+        check_flags(comes_and_goes=self.comes_and_goes)
 
     @property
     def n(self) -> int:

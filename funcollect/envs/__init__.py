@@ -33,7 +33,7 @@ __all__ = [
     "ActionSpec", "CartPole", "DeviceEnv", "Group", "HostEnv", "HostEnvBase", "JaxEnv", "JaxEnvBase", "LaneKeys",
     "Outcome", "Pendulum", "Renderer", "SavableSnapshots", "Simulators", "SimulatorsBase", "SnapshotSimulators",
     "TorchEnv", "TorchEnvBase", "Transition", "from_ale", "from_brax", "from_craftax", "from_envpool",
-    "from_functional", "from_functions", "from_gymnasium", "from_gymnax", "from_jaxmarl", "from_jumanji", "from_navix",
-    "from_pettingzoo", "from_pgx", "from_playground", "from_torch_vector_env", "from_torchrl", "from_vmas",
-    "from_xminigrid", "observation_leaves", "observation_rows",
+    "from_functional", "from_functions", "from_gymnasium", "from_gymnax", "from_jaxmarl", "from_jumanji",
+    "from_navix", "from_pettingzoo", "from_pgx", "from_playground", "from_torch_vector_env", "from_torchrl",
+    "from_vmas", "from_xminigrid", "observation_leaves", "observation_rows",
 ]  # fmt: skip

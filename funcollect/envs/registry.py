@@ -29,11 +29,11 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     callable that returns one of these; or an id in a namespace: ``"torch/CartPole-v1"``, ``"envpool/CartPole-v1"``,
     ``"ale/Pong"``, ``"gymnax/CartPole-v1"``, ``"brax/ant"``, ``"jumanji/Snake-v1"``, ``"navix/Navix-Empty-8x8-v0"``,
     ``"pgx/go_9x9"``, ``"playground/CartpoleBalance"``, ``"craftax/Craftax-Symbolic-v1"``,
-    ``"xminigrid/XLand-MiniGrid-R1-9x9"``, ``"pettingzoo/mpe/simple_tag_v3"``, ``"vmas/navigation"``,
-    ``"jaxmarl/MPE_simple_spread_v3"``. Instances of JAX suites and of Gymnasium's `FuncEnv` go to their adapters too,
-    and so do pairs ``(env, params)``, as gymnax and XLand-MiniGrid make them. The keywords are for the adapter:
-    `num_envs` and, for Gymnasium, `num_workers` (lanes over processes), the others of
-    `funcollect.envs.from_gymnasium`, and those of `gymnasium.make`.
+    ``"xminigrid/XLand-MiniGrid-R1-9x9"``, ``"pettingzoo/mpe/simple_tag_v3"``, ``"jaxmarl/MPE_simple_spread_v3"``,
+    ``"vmas/navigation"``. Instances of JAX suites and of Gymnasium's `FuncEnv` go to their adapters too, and so do
+    pairs ``(env, params)``, as gymnax and XLand-MiniGrid make them. The keywords are for the adapter: `num_envs` and, for
+    Gymnasium, `num_workers` (lanes over processes), the others of `funcollect.envs.from_gymnasium`, and those of
+    `gymnasium.make`.
     Three are for any environment, one that is made already included:
 
     - `clip_actions`: True gives the environment actions clipped to the bounds of its Box, which remain those of the

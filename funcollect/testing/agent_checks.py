@@ -21,6 +21,8 @@ def groups(trial: Trial) -> None:
     total: Any = 0
     left = torch.ones_like(trial.done)
     for name, group in found.items():
+        if not {"done", REWARD} <= {*batch["next", name].keys()}:
+            raise NotApplicableError(f"the agents of {name!r} share their rewards or flags")
         reward = batch["next", name, REWARD]
         total = total + reward.sum(-2)
         for node, what in ((batch, name), (batch["next"], f"next.{name}")):

@@ -7,10 +7,9 @@ import inspect
 import math
 import traceback
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import gymnasium
-import optree
 import torch
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
@@ -26,7 +25,6 @@ from funcollect.envs.host.host_env import seeding_of
 from funcollect.envs.registry import WORKER_ARGUMENTS, make_env
 from funcollect.errors import NoResetError, StaleStateError
 from funcollect.messages import shown
-from funcollect.policies.base import PolicyBase
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import Backend, Env, Forking, Seeding, Starts
 from funcollect.specs import PLAYER, ActionSpec, disassemble, observation_leaves
@@ -34,7 +32,7 @@ from funcollect.testing import trials
 from funcollect.testing.agent_checks import groups, joint_action, shown_after
 from funcollect.testing.trials import FailedError, NotApplicableError, Trial, bits_differ, expect_equal, expect_rows
 from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
-from funcollect.tree import NAMESPACE, Path
+from funcollect.tree import Path
 
 _DIVISION = "look at the division, root or logarithm behind it"
 _NOTICED = "_funcollect_noticed"  # the attribute of an environment whose `step` has called `reset`
@@ -295,32 +293,12 @@ def lanes_alone(trial: Trial) -> None:
         expect_equal(got, alone, what, "the same lane by itself", differs=differs)
 
 
-class _OverwritingPolicy(PolicyBase):
-    """Acts at random, keeps a copy of each action [P, ...] in `actions`, and overwrites each observation with zeros."""
-
-    backend: Literal["torch"] = "torch"
-    params = None
-
-    def __init__(self, spec: ActionSpec) -> None:
-        self._random, self.actions = RandomPolicy(spec), list[Tensor]()
-
-    def noise(self, spec: ActionSpec, /) -> Any:
-        return self._random.noise(spec)
-
-    def __call__(self, *inputs: Any) -> tuple[None, Any]:
-        _, outputs = self._random(*inputs)
-        self.actions.append(outputs["action"].clone())
-        for leaf in optree.tree_leaves(inputs[2], namespace=NAMESPACE):  # the observation
-            leaf.zero_()
-        return None, outputs
-
-
 @trials.mended_by("copy the action before writing into it")
 def policy_memory(trial: Trial) -> None:
     """The environment does not modify the action, and a policy that overwrites its observation does not affect it."""
     if trial.env.backend == "jax":
         raise NotApplicableError("its loop is traced, so the policy of this check cannot look into it")
-    policy = _OverwritingPolicy(trial.env.action_spec)
+    policy = trials.OverwritingPolicy(trial.env.action_spec)
     got = replace(trial, policy=policy).run(trial.steps)
     action, given = joint_action(trial, got), torch.stack(policy.actions, 1)
     if action.shape == given.shape:  # otherwise lanes make their steps at their own pace

@@ -10,20 +10,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
+import optree
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.arguments import check_count, check_positive
 from funcollect.core import api, saving
 from funcollect.core.state import CollectorState
 from funcollect.errors import CheckError, ReplayError
 from funcollect.messages import clipped
+from funcollect.policies.base import PolicyBase
+from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import Env, Policy
-from funcollect.tree import flatten
+from funcollect.specs import ActionSpec
+from funcollect.tree import NAMESPACE, flatten
 
 Subject = TypeVar("Subject")
 Check = Callable[[Subject], str | None]  # a report shows its name, its docstring, and the remark that it may return
@@ -231,6 +236,28 @@ class Trial:
     def started(self) -> AbstractContextManager[CollectorState]:
         """A context with the first state of a run, whose simulators are freed at its end."""
         return freed(api.init(self.env, self.policy, seed=self.seed))
+
+
+class OverwritingPolicy(PolicyBase):
+    """Acts at random, keeps a copy of each action [P, ...] in `actions`, and overwrites each observation with zeros."""
+
+    backend: Literal["torch"] = "torch"
+    params = None
+
+    def __init__(self, spec: ActionSpec) -> None:
+        self._random, self.actions = RandomPolicy(spec), list[Tensor]()
+
+    @override
+    def noise(self, spec: ActionSpec, /) -> Any:
+        return self._random.noise(spec)
+
+    @override
+    def __call__(self, *inputs: Any) -> tuple[None, Any]:
+        _, outputs = self._random(*inputs)
+        self.actions.append(outputs["action"].clone())
+        for leaf in optree.tree_leaves(inputs[2], namespace=NAMESPACE):  # the observation
+            leaf.zero_()
+        return None, outputs
 
 
 @contextmanager

@@ -168,6 +168,10 @@ def from_functions(
     check_kind("name", name, str, "pass for example 'walk'")
     base.check_pure_functions("", reset, step, observation_of)
     actions: Space | ActionSpec | None = action_space
+    if state_space is not None:
+        check_kind("state_space", state_space, spaces.Space, "pass a space of gymnasium.spaces")
+        if groups is None:
+            raise ValueError(f"state_space is {state_space} without groups, expected both: leave it out")
     if groups is not None:
         if one_hot or observation_space is not None or action_space is not None:
             what = "groups were given with one_hot=True, observation_space or action_space"
