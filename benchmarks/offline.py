@@ -1,9 +1,9 @@
 """Datasets of whole episodes, frames per second: written and read, ours beside Minari's own `DataCollector`.
 
 Both write the same HDF5 by Minari's library. In `collect`, HalfCheetah runs with random actions, and the environment is
-a part of the work; `bare` steps it and writes nothing. In `write` the episodes are there already: Minari's collector steps an
-environment that replays them, ours gets them as batches. In `read`, Minari's dataset is iterated by episode, ours by batch;
-`buffer` also extends a buffer. Each has a folder of its own, on the same disk.
+a part of the work; `bare` steps it and writes nothing. In `write` the episodes are there already: Minari's collector
+steps an environment that replays them, ours gets them as batches. In `read`, Minari's dataset is iterated by episode,
+ours by batch; `buffer` also extends a buffer. Each has a folder of its own, on the same disk.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def theirs(make: Callable[[], Any], root: Path) -> Callable[[Path], int]:
                 env.step(acting.sample())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            env.create_dataset("a/b-v0")
+            env.create_dataset("offline/replayed-v0")
         env.close()
         return FRAMES
 
