@@ -22,7 +22,7 @@ from gymnasium import spaces
 
 from benchmarks.harness.runner import Cell, quiet_mujoco
 
-FRAMES, LANES, EPISODE = 20_000, 4, 250
+FRAMES, LANES, EPISODE = 5_000, 4, 250
 PEER = "DataCollector"
 
 
@@ -87,7 +87,7 @@ def collected(make: Callable[[], Any]) -> Any:
     import funcollect as fc
 
     env = fc.make_env([make] * LANES, max_episode_steps=EPISODE)
-    return env, fc.SyncDataCollector(env, frames_per_batch=4_000, total_frames=FRAMES, seed=0)
+    return env, fc.SyncDataCollector(env, frames_per_batch=1_000, total_frames=FRAMES, seed=0)
 
 
 def ours(make: Callable[[], Any], root: Path) -> Callable[[Path], int]:

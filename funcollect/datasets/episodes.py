@@ -41,7 +41,7 @@ _PATHS |= {"infos": INFO, "observations": (), "next_observations": ("next",)}
 
 
 def extra(module: str, package: str = "") -> Any:
-    """Import a module of the extra `data`; ImportError that names the extra."""
+    """Import a module of the extra ``data``; ImportError that names the extra."""
     return import_extra(module, package or module.partition(".")[0], "data")
 
 
