@@ -1,9 +1,9 @@
 """Datasets of whole episodes, frames per second: written and read, ours beside Minari's own `DataCollector`.
 
 Both write the same HDF5 by Minari's library. In `collect`, HalfCheetah runs with random actions, and the environment is
-a part of the work; `bare` steps it and writes nothing. In `write` the episodes are there already: Minari's collector steps an
-environment that replays them, ours gets them as batches. In `read`, Minari's dataset is iterated by episode, ours by batch;
-`buffer` also extends a buffer. Each has a folder of its own, on the same disk.
+a part of the work; `bare` steps it and writes nothing. In `write` the episodes are there already: Minari's collector
+steps an environment that replays them, ours gets them as batches. In `read`, Minari's dataset is iterated by episode,
+ours by batch; `buffer` also extends a buffer. Each has a folder of its own, on the same disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gymnasium import spaces
 
 from benchmarks.harness.runner import Cell, quiet_mujoco
 
-FRAMES, LANES, EPISODE = 20_000, 4, 250
+FRAMES, LANES, EPISODE = 5_000, 4, 250
 PEER = "DataCollector"
 
 
@@ -87,7 +87,7 @@ def collected(make: Callable[[], Any]) -> Any:
     import funcollect as fc
 
     env = fc.make_env([make] * LANES, max_episode_steps=EPISODE)
-    return env, fc.SyncDataCollector(env, frames_per_batch=4_000, total_frames=FRAMES, seed=0)
+    return env, fc.SyncDataCollector(env, frames_per_batch=1_000, total_frames=FRAMES, seed=0)
 
 
 def ours(make: Callable[[], Any], root: Path) -> Callable[[Path], int]:
@@ -126,7 +126,7 @@ def theirs(make: Callable[[], Any], root: Path) -> Callable[[Path], int]:
                 env.step(acting.sample())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            env.create_dataset("a/b-v0")
+            env.create_dataset("offline/replayed-v0")
         env.close()
         return FRAMES
 

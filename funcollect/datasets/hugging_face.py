@@ -1,4 +1,4 @@
-"""Tables of Hugging Face's `datasets`, a row for each frame; and arrays as columns of Arrow."""
+"""Tables of Hugging Face's library ``datasets``, a row for each frame; and arrays as columns of Arrow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUMBERS = {REWARD, DONE, TERMINATED, TRUNCATED, DONE[1:], TERMINATED[1:], TRUNC
 def to_hf(
     batches: Iterable[TensorDictBase], folder: str | os.PathLike[str] | None = None, *, frames_per_part: int = 100_000
 ) -> Any:
-    """The whole episodes of a run as a `datasets.Dataset`: a row for each frame, a column for each leaf of a batch.
+    """The whole episodes of a run as a ``datasets.Dataset``: a row for each frame, a column for each leaf of a batch.
 
     Columns have the names of leaves, joined by dots: ``observation``, ``next.reward``, ``action_log_prob``. Nothing is
     lost: `from_hf` returns the same frames. Rewards of one player and flags are numbers, other leaves nested lists of
@@ -30,7 +30,7 @@ def to_hf(
     files; otherwise it is in memory.
 
     Raises TypeError or ValueError for bad arguments and without any whole episode, FileExistsError for a folder with
-    files, ImportError without `datasets`: ``pip install 'funcollect[data]'``.
+    files, ImportError without ``datasets``: ``pip install 'funcollect[data]'``.
 
     >>> import funcollect as fc
     >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=100, total_frames=200, seed=0) as collector:
@@ -53,11 +53,11 @@ def to_hf(
 
 
 def from_hf(dataset: Any, *, frames_per_batch: int = 10_000) -> Iterator[TensorDict]:
-    """Batches [F] of a `datasets.Dataset` with columns as `to_hf` writes them, or of the folder with such parts.
+    """Batches [F] of a ``datasets.Dataset`` with columns as `to_hf` writes them, or of the folder with such parts.
 
     They have `frames_per_batch` frames, the last one fewer, and may end within episodes, as those of a rollout. Other
     columns than numbers and lists of fixed sizes are left out. Raises TypeError for something else, ValueError without
-    the columns of a batch, FileNotFoundError without parts, ImportError without `datasets`. `to_hf` has an example:
+    the columns of a batch, FileNotFoundError without parts, ImportError without ``datasets``. `to_hf` has an example:
 
     >>> from_hf("nowhere")
     Traceback (most recent call last):

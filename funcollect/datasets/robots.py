@@ -26,7 +26,7 @@ from funcollect.datasets.episodes import (
     TRUNCATED,
     Array,
     Columns,
-    Part,
+    Episodes,
     batches_of,
     episode_columns,
     extra,
@@ -113,7 +113,7 @@ class _Writer:
         self.info |= {"data_files_size_in_mb": 100, "video_files_size_in_mb": 200}
         self._sums: dict[str, list[Any]] = {}
 
-    def add(self, number: int, part: Part) -> None:
+    def add(self, number: int, part: Episodes) -> None:
         """Write the part with this number."""
         leaves, lengths, ends, count, fps = part.columns, part.lengths, part.ends, int(part.ends[-1]), self.info["fps"]
         frames, episodes, features = self.info["total_frames"], self.info["total_episodes"], self.info["features"]
