@@ -261,8 +261,8 @@ DOCUMENTED = {
         strategy_reward strategy_variance strategy_variance_breaks_ties_by_reward string_keys
     """,
     "`StalenessAwareSampler(max_staleness=k)`, `sampler.consumer_version`": """
-        TestStalenessAwareSampler: all_stale_raises basic_sampling consumer_version_increment freshness_weighting hard_staleness_gate
-        missing_version_key_raises no_staleness_limit staleness_in_info state_dict_roundtrip
+        TestStalenessAwareSampler: all_stale_raises basic_sampling consumer_version_increment freshness_weighting
+        hard_staleness_gate missing_version_key_raises no_staleness_limit staleness_in_info state_dict_roundtrip
     """,
     "`TensorDictMaxValueWriter`, `ImmutableDatasetWriter`: the newest frames are kept, not the best ones": """
         TestBufferStats: stats_with_non_counting_writer TestComposableBuffers: add cursor_position extend index rb_repr
