@@ -28,7 +28,7 @@ from funcollect.datasets.episodes import (
     extra,
     parts_of,
 )
-from funcollect.envs.host.plain_spaces import plain_actions, plain_observations
+from funcollect.envs.plain_spaces import plain_actions, plain_observations
 from funcollect.files import replacing
 from funcollect.protocols import Env
 from funcollect.specs import Leaf, Space, assemble, disassemble, observation_leaves
