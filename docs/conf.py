@@ -88,7 +88,8 @@ _WITHOUT_ENTRY = """
     buffers.trajectory_index.Segments
     envs.host.host_env.SimulatedEnv envs.jax_envs.jax_env.FunctionsEnv
     policies.heads.head.FromDistribution policies.jax_functions.jax_policy.JaxPolicy
-    policies.by_group.GroupPolicy policies.by_player.PlayerPolicy policies.normalized.NormalizedJax policies.normalized.NormalizedTorch
+    policies.by_group.GroupPolicy policies.by_player.PlayerPolicy
+    policies.normalized.NormalizedJax policies.normalized.NormalizedTorch
     policies.population.JaxPopulation policies.population.TorchPopulation
     policies.random_policy.RandomPolicy policies.tensordict_modules.tensordict_policy.TensorDictPolicy
     policies.torch_in_jax.LoweredPolicy policies.torch_modules.torch_policy.TorchPolicy
