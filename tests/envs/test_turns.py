@@ -331,7 +331,7 @@ keyed = fc.jax_policy(lambda params, seen, key: seen, None, head=fc.heads.catego
         (lambda: fc.by_player([3]), TypeError, "expected a Policy"),
         (lambda: collect(made(), fc.by_player([torch_policy(0)] * 2), 3), ValueError, "acts for 2 players.*Discrete"),
         (lambda: collect(fc.make_env("CartPole-v1"), fc.by_player([torch_policy(0)]), 3), ValueError, "by_group for"),
-        (lambda: swapped(), ValueError, "policy state NoneType, this policy wants TorchPolicyState"),
+        (lambda: swapped(), ValueError, "policy state TorchPolicyState, this policy wants NoneType"),
         (lambda: fc.player_trajectories(cart_pole()), ValueError, "no tensor current_player"),
         (lambda: fc.player_trajectories(made()), TypeError, "the batch is"),
         (lambda: fc.by_player([keyed, torch_policy(0)]).noise(made().action_spec), fc.PolicyError, "take keys of JAX"),
