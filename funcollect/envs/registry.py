@@ -31,8 +31,8 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     ``"pgx/go_9x9"``, ``"playground/CartpoleBalance"``, ``"craftax/Craftax-Symbolic-v1"``,
     ``"xminigrid/XLand-MiniGrid-R1-9x9"``, ``"pettingzoo/mpe/simple_tag_v3"``, ``"jaxmarl/MPE_simple_spread_v3"``,
     ``"vmas/navigation"``. Instances of JAX suites and of Gymnasium's `FuncEnv` go to their adapters too, and so do
-    pairs ``(env, params)``, as gymnax and XLand-MiniGrid make them. The keywords are for the adapter: `num_envs` and, for
-    Gymnasium, `num_workers` (lanes over processes), the others of `funcollect.envs.from_gymnasium`, and those of
+    pairs ``(env, params)``, as gymnax and XLand-MiniGrid make them. The keywords are for the adapter: `num_envs` and,
+    for Gymnasium, `num_workers` (lanes over processes), the others of `funcollect.envs.from_gymnasium`, and those of
     `gymnasium.make`.
     Three are for any environment, one that is made already included:
 
