@@ -45,7 +45,7 @@ def extra(module: str, package: str = "") -> Any:
     return import_extra(module, package or module.partition(".")[0], "data")
 
 
-class Episodes(NamedTuple):
+class EpisodeRows(NamedTuple):
     """Some whole episodes of a run."""
 
     columns: Columns  # the leaves [F, ...]; actions of one-hot rows are integers
@@ -56,7 +56,7 @@ class Episodes(NamedTuple):
 
 def parts_of(
     batches: Iterable[TensorDictBase], env: Any, seed: int | None, frames: int, folder: FilePath | None
-) -> Iterator[Episodes]:
+) -> Iterator[EpisodeRows]:
     """Yield the whole episodes of a run's batches ``[*B, T]``, joined across them, in parts, for a new `folder`.
 
     A part has at least so many `frames`, or `LARGEST_PART` bytes, but for the last. Frames of trajectories that have
@@ -97,10 +97,10 @@ def _joined(batches: Iterable[TensorDictBase], frames: int) -> Iterator[TensorDi
         yield torch.cat(held)
 
 
-def _part(frames: TensorDictBase, env: Any, seed: int | None, lanes: int) -> Episodes:
+def _part(frames: TensorDictBase, env: Any, seed: int | None, lanes: int) -> EpisodeRows:
     columns = {path: leaf.detach().numpy() for path, leaf in flatten(frames).items()}
     ends = columns[DONE][:, 0].nonzero()[0] + 1
-    part = Episodes(columns, np.diff(ends, prepend=0), ends, [None] * len(ends))
+    part = EpisodeRows(columns, np.diff(ends, prepend=0), ends, [None] * len(ends))
     if env is not ... and env.action_spec.one_hot:
         columns[ACTION] = env.action_spec.from_one_hot(columns[ACTION], np)
     if env is not ... and columns[REWARD].shape[1:] != (1,):

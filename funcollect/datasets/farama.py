@@ -22,7 +22,7 @@ from funcollect.datasets.episodes import (
     TERMINATED,
     TRUNCATED,
     Columns,
-    Episodes,
+    EpisodeRows,
     batches_of,
     episode_columns,
     extra,
@@ -94,7 +94,7 @@ def _place(path_or_id: Any) -> tuple[FilePath, str]:
     return FilePath(path_or_id), name if re.search(r"-v\d+$", name) else f"{name}-v0"
 
 
-def _write(folder: FilePath, name: str, part: Episodes, env: Env, about: dict[str, Any]) -> None:
+def _write(folder: FilePath, name: str, part: EpisodeRows, env: Env, about: dict[str, Any]) -> None:
     """Write a part by Minari in a folder of its own, and only then let the main file and the counts show it."""
     storages, h5py, fresh = extra("minari.dataset.minari_storage"), extra("h5py"), folder / ".part"
     fresh.mkdir(parents=True)
@@ -115,7 +115,7 @@ def _write(folder: FilePath, name: str, part: Episodes, env: Env, about: dict[st
         copy.write_text(json.dumps(written | about))
 
 
-def _buffers(part: Episodes, env: Env) -> Iterator[Any]:
+def _buffers(part: EpisodeRows, env: Env) -> Iterator[Any]:
     """The episodes of a part as Minari takes them."""
     columns, ends, starts, space = part.columns, part.ends, part.ends - part.lengths, env.observation_space
     own = zip(env.observation_leaves, disassemble(space, space), strict=True)

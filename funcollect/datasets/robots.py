@@ -26,7 +26,7 @@ from funcollect.datasets.episodes import (
     TRUNCATED,
     Array,
     Columns,
-    Episodes,
+    EpisodeRows,
     batches_of,
     episode_columns,
     extra,
@@ -67,17 +67,17 @@ def write_lerobot(
     Features are ``observation.state``, or for a picture (uint8 [H, W, 3]) ``observation.image``; of a dict observation
     ``observation.KEY`` and ``observation.images.KEY``; ``action``, ``next.reward``, ``next.done``, ``next.terminated``,
     ``next.truncated`` and ``next.info.KEY``. Terminal observations and seeds, which the format lacks, stand beside the
-    episodes in ``meta/episodes``. Parts and the other arguments are as for `write_minari`.
+    episodes in ``meta/episodes``.
 
     Args:
         folder: where the dataset is to be; without files so far.
         batches: of one run in order, ``[*B, T]``.
-        env: the environment, for the keys of its observations; one-hot actions are written as integers.
+        env: the environment, for the keys of its observations.
         fps: the frames per second of timestamps and videos.
         task: the instruction in words, the same for all episodes.
+        seed: the run's, as for `write_minari`.
+        frames_per_part: the frames in a part, as for `write_minari`.
         video: write pictures as MP4, without loss, by imageio (the extra ``viz``); otherwise as PNG in the table.
-        seed: the run's, from which the seeds of its episodes follow; a collector's own is known.
-        frames_per_part: the frames in a part, which has a few more, or fewer if they take 256 MB.
 
     Raises TypeError or ValueError for bad arguments, several players and groups of agents, FileExistsError for a folder
     with files, ImportError without pyarrow: ``pip install 'funcollect[data]'``.
@@ -113,7 +113,7 @@ class _Writer:
         self.info |= {"data_files_size_in_mb": 100, "video_files_size_in_mb": 200}
         self._sums: dict[str, list[Any]] = {}
 
-    def add(self, number: int, part: Episodes) -> None:
+    def add(self, number: int, part: EpisodeRows) -> None:
         """Write the part with this number."""
         leaves, lengths, ends, count, fps = part.columns, part.lengths, part.ends, int(part.ends[-1]), self.info["fps"]
         frames, episodes, features = self.info["total_frames"], self.info["total_episodes"], self.info["features"]
