@@ -103,7 +103,7 @@ def jax_numerics() -> Any:
 
     def select(mask: Any, chosen: Any, other: Any) -> Any:
         def pick(one: Any, two: Any) -> Any:
-            rows = one.shape[0] // mask.shape[0]  # of a lane, more than one for agents
+            rows = max(len(one), len(two)) // len(mask)  # of a lane, more than one for agents
             own = mask if rows == 1 else jnp.repeat(mask, rows)
             return jnp.where(own.reshape(-1, *[1] * (one.ndim - 1)), one, two)
 
