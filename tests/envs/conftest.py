@@ -1,6 +1,13 @@
 """What the tests of environments share."""
 
+from functools import partial
+
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+
 import funcollect as fc
+
+# The processes are forked: TorchRL, once imported, has them spawned, each of which imports the tests.
+VECTORS = {"here": SyncVectorEnv, "in processes": partial(AsyncVectorEnv, context="fork")}
 
 
 def begun(env, steps=0, *, seed=0, **kwargs):

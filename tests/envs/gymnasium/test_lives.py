@@ -12,6 +12,7 @@ from stable_baselines3.common.atari_wrappers import AtariWrapper, EpisodicLifeEn
 import funcollect as fc
 from funcollect.envs.gymnasium_envs import atari_lanes
 from funcollect.keys import Purpose, fold, key_from_seed
+from tests.envs.conftest import VECTORS
 from tests.support.compare import COPIES, assert_same, collect
 from tests.support.plain import plain_loop
 from tests.support.running import FORKS_OF_RAY
@@ -125,7 +126,7 @@ def test_a_reset_within_a_life_begins_another_game(name):
 
 
 @FORKS_OF_RAY  # and those of `AsyncVectorEnv`
-@pytest.mark.parametrize("kind", [gymnasium.vector.SyncVectorEnv, gymnasium.vector.AsyncVectorEnv])
+@pytest.mark.parametrize("kind", VECTORS.values(), ids=VECTORS)
 def test_a_vector_of_such_games_is_refused(kind):
     vector = kind([build], autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED)
     with pytest.raises(ValueError, match=r"restarts them at each lost life, .* pass the list of its functions"):

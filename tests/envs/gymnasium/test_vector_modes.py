@@ -6,11 +6,11 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 import funcollect as fc
 from funcollect.keys import Purpose, fold, key_from_seed
-from tests.envs.conftest import begun
+from tests.envs.conftest import VECTORS, begun
 from tests.support.cases import POLICIES
 from tests.support.compare import assert_same
 from tests.support.running import FORKS_OF_RAY
@@ -54,7 +54,7 @@ def data(vector, steps=(1, 25, 14), *, seed=0, limit=None, **kwargs):
     return torch.cat(batches, 1)
 
 
-@pytest.mark.parametrize("kind", [SyncVectorEnv, AsyncVectorEnv])
+@pytest.mark.parametrize("kind", VECTORS.values(), ids=VECTORS)
 @pytest.mark.parametrize("limit", [None, 6])
 def test_a_mask_comes_before_the_next_step(kind, limit):
     """So the data of NEXT_STEP are those of DISABLED, also where a limit cuts, and can be forked."""
@@ -65,7 +65,7 @@ def test_a_mask_comes_before_the_next_step(kind, limit):
     assert_same(fc.rollout(env, policy, state, 9)[1], fc.rollout(env, policy, other, 9)[1])
 
 
-@pytest.mark.parametrize("kind", [SyncVectorEnv, AsyncVectorEnv])
+@pytest.mark.parametrize("kind", VECTORS.values(), ids=VECTORS)
 @pytest.mark.parametrize("limit", [None, 2])
 def test_what_begins_in_the_same_step(kind, limit):
     batch = data(kind([Informed] * P, autoreset_mode=SAME_STEP), info_keys=["left"], limit=limit)
