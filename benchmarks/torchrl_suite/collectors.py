@@ -183,7 +183,7 @@ DOCUMENTED = {
         "TestEnvTransformAutoWrap::test_policy_factory_recurrent_auto_register",
         "TestEnvTransformAutoWrap::test_serial_env_with_inner_init_tracker_no_double_wrap",
     ],
-    "Environments with several actions, or with done flags that are not at the root": [
+    "Several actions, rewards or nested flags that are not those of groups": [
         "TestCollectorGeneric::test_set_truncated",
         "TestHeterogeneousEnvsCollector::test_collector_heterogeneous_env",
         "TestHeterogeneousEnvsCollector::test_multi_collector_heterogeneous_env_consistency",
