@@ -26,7 +26,7 @@ class AgentsState(NamedTuple):
     over: Rows  # of groups whose agents come and go, who was terminated and who truncated: [2, n] bool
 
 
-class LaneFunctions(NamedTuple):
+class AgentFunctions(NamedTuple):
     """What a loop takes for an environment with groups."""
 
     reset: Callable[[Any, Any], tuple[Any, Any]]
@@ -44,7 +44,7 @@ def lane_of(
     *,
     state_space: Space | None = None,
     order: Sequence[str] | None = None,
-) -> LaneFunctions:
+) -> AgentFunctions:
     """Make one lane of an environment whose functions take and return dicts by group.
 
     `reset` returns the state and observations [n, ...], `step` gets actions [n, ...] and returns observations, rewards
@@ -102,7 +102,7 @@ def lane_of(
     for made, own in ((begun, reset), (moved, step)):
         vars(made)["__wrapped__"] = own  # for `inspect.unwrap`
     info_keys = [f"{name}.{REWARD}" for name in groups]
-    return LaneFunctions(begun, moved, agents.observation_space(groups, state_space), spec, info_keys)
+    return AgentFunctions(begun, moved, agents.observation_space(groups, state_space), spec, info_keys)
 
 
 def _by_group(groups: Mapping[str, Group], value: Any, what: str) -> Rows:
