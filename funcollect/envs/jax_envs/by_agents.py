@@ -16,14 +16,14 @@ from funcollect.messages import form, kinds
 from funcollect.protocols import Transition
 from funcollect.specs import Group, GroupedSpec, Space
 
-Rows = Mapping[str, Any]  # by group, [n, ...]
+ByGroup = Mapping[str, Any]  # by group, [n, ...]
 
 
 class AgentsState(NamedTuple):
     """The state of a lane with agents."""
 
     own: Any  # the environment's, a pytree
-    over: Rows  # of groups whose agents come and go, who was terminated and who truncated: [2, n] bool
+    over: ByGroup  # of groups whose agents come and go, who was terminated and who truncated: [2, n] bool
 
 
 class AgentFunctions(NamedTuple):
@@ -59,7 +59,7 @@ def lane_of(
     names = order or [*chain.from_iterable(group.names for group in groups.values())]
     spec, jnp = agents.action_spec(groups, names), import_jax().numpy
 
-    def observed(rows: Any, ends: Rows, function: str) -> dict[str, Any]:
+    def observed(rows: Any, ends: ByGroup, function: str) -> dict[str, Any]:
         given = _by_group(groups, rows, f"observation that {function} of {label} returned")
         whole: dict[str, Any] = {} if state_space is None else {STATE: given.get(STATE)}
         for name, group in groups.items():
@@ -105,7 +105,7 @@ def lane_of(
     return AgentFunctions(begun, moved, agents.observation_space(groups, state_space), spec, info_keys)
 
 
-def _by_group(groups: Mapping[str, Group], value: Any, what: str) -> Rows:
+def _by_group(groups: Mapping[str, Group], value: Any, what: str) -> ByGroup:
     if not isinstance(value, Mapping) or not groups.keys() <= value.keys():
         got = [*value] if isinstance(value, Mapping) else form(value)
         wanted = f"a dict with the groups {[*groups]}: return an array [n, ...] for each"
@@ -113,7 +113,7 @@ def _by_group(groups: Mapping[str, Group], value: Any, what: str) -> Rows:
     return value
 
 
-def _flags(label: str, groups: Mapping[str, Group], value: Any) -> Rows:
+def _flags(label: str, groups: Mapping[str, Group], value: Any) -> ByGroup:
     """One kind of flags by group [n], of those given for each agent, or for all."""
     jnp, made = import_jax().numpy, {}
     rows = value if isinstance(value, Mapping) else dict.fromkeys(groups, value)
