@@ -68,7 +68,7 @@ def _option(kind: Any, metavar: str, default: Any, what: str = "") -> dict[str, 
 
 
 _number, _path = partial(_option, _count, "N"), partial(_option, Path, "FILE")
-_DATASETS = "write whole episodes to DIR/dataset while they come: minari, lerobot or hf"
+_DATASETS = "in place of the batch: minari, lerobot or hf"
 _SEED = {"--seed": _option(int, "S", 0)}
 _LIMITED = {"--max-episode-steps": _number(None, "truncate episodes after N steps")}
 
@@ -81,7 +81,7 @@ def _pair(lanes: int | None = None, policy: str | None = "random", named: str = 
         "--env": {"dest": "env_option", "metavar": "ENV", "help": "the same as ENV"},
         **({} if lanes is None else {"--num-envs": _number(lanes, "environments in one batch")}),
         "--policy": {"default": policy, "metavar": "NAME", "help": named or "mlp, random (default), or module:factory"},
-        "--weights": _path(None, "the policy's state_dict: .safetensors, .pt or .pth"),
+        "--weights": _path(None, "its state_dict: .safetensors, .pt or .pth"),
         "--option -o": {**_option(_named_value, "NAME=VALUE", None, given), "action": "append", "default": []},
     }
 
