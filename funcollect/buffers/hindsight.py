@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from funcollect.arguments import check_choice, check_function, check_kind, check_positive
 from funcollect.buffers import Ints
-from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, trajectory_index_of
+from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, WiderIndices, trajectory_index_of
 from funcollect.buffers.replay import ReplayBuffer
 from funcollect.buffers.samplers import SliceSampler
 from funcollect.buffers.trajectory_index import Trajectories
@@ -88,17 +88,11 @@ class _Hindsight:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Relabelled(SampleIndices):
+class _Relabelled(WiderIndices):
     """The frames of another sample, and after them those whose achieved goals are the new goals of some of them."""
 
-    of: SampleIndices
     rows: Ints  # [M]: the frames that get new goals
     reward: Reward
-
-    @property
-    @override
-    def index(self) -> Ints:
-        return self.of.index
 
     @override
     def finish(self, batch: Any) -> Any:

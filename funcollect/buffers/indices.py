@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.arguments import check_choice, check_count, check_flags, check_key, check_kind, check_positive
 from funcollect.buffers import Arrays, Bools, Floats, Ints
@@ -111,6 +112,18 @@ class SampleIndices:
         for path, rows in (self.marks if self.mask is None else {MASK: self.mask, **self.marks}).items():
             batch.set(path, torch.from_numpy(rows).to(batch.device))
         return batch
+
+
+@dataclass(kw_only=True, slots=True)
+class WiderIndices(SampleIndices):
+    """The frames of another sample, and further ones that `finish` needs."""
+
+    of: SampleIndices
+
+    @property
+    @override
+    def index(self) -> Ints:
+        return self.of.index
 
 
 class Sampler(Protocol):

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_key, check_not_given
 from funcollect.buffers import Arrays, Ints, indices
-from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Sampler, Slices
+from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Sampler, Slices, WiderIndices
 from funcollect.buffers.keywords import Init, takes_foreign
 from funcollect.buffers.trajectory_index import Trajectories
 from funcollect.messages import shown
@@ -92,16 +92,10 @@ def returns_of(n_steps: int | None, gamma: float | None) -> MultiStep | None:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Lookahead(SampleIndices):
+class _Lookahead(WiderIndices):
     """The frames of another sample, each with the `n_steps - 1` that follow it."""
 
     returns: MultiStep
-    of: SampleIndices
-
-    @property
-    @override
-    def index(self) -> Ints:
-        return self.of.index
 
     @override
     def finish(self, batch: Any) -> Any:

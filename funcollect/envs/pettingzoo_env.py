@@ -104,17 +104,32 @@ def _built(env: Any, kwargs: dict[str, Any]) -> Any:
     return (module.parallel_env if hasattr(module, "parallel_env") else module.env)(**kwargs)
 
 
-class Lane(gymnasium.Env[Any, Any]):
+class _Around(gymnasium.Env[Any, Any]):
+    """One of PettingZoo's environments, `inner`, as one of Gymnasium's."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.render_mode, self.metadata = getattr(inner, "render_mode", None), inner.metadata
+
+    @override
+    def render(self) -> Any:
+        return self.inner.render()
+
+    @override
+    def close(self) -> None:
+        self.inner.close()
+
+
+class Lane(_Around):
     """A parallel environment as one of Gymnasium's: observations and actions are dicts by group."""
 
     def __init__(
         self, build: Callable[[], Any], groups: Mapping[str, Group], any_ends: bool, state: bool, keys: Sequence[str]
     ) -> None:
-        self.inner = build()
+        super().__init__(build())
         self._groups, self._any_ends, self._state, self._keys = groups, any_ends, state, keys
         self.observation_space = agents.observation_space(groups, self.inner.state_space if state else None)
         self.action_space = agents.action_space(groups)
-        self.render_mode, self.metadata = getattr(self.inner, "render_mode", None), self.inner.metadata
 
     @override
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -155,23 +170,14 @@ class Lane(gymnasium.Env[Any, Any]):
         terminates = bool(ended and (whole[0].any() if self._any_ends else whole[0].all()))
         return self._observed(observation), sum(reward.values()), terminates, bool(ended) and not terminates, infos
 
-    @override
-    def render(self) -> Any:
-        return self.inner.render()
 
-    @override
-    def close(self) -> None:
-        self.inner.close()
-
-
-class TurnLane(gymnasium.Env[Any, Any]):
+class TurnLane(_Around):
     """An environment in turns as one of Gymnasium's: it observes what the agent whose turn it is does."""
 
     def __init__(self, build: Callable[[], Any], space: Space, any_ends: bool, keys: Sequence[str]) -> None:
-        self.inner = build()
+        super().__init__(build())
         self._names, self._any_ends, self._keys = self.inner.possible_agents, any_ends, keys
         self.observation_space, self.action_space = space, self.inner.action_space(self._names[0])
-        self.render_mode, self.metadata = getattr(self.inner, "render_mode", None), self.inner.metadata
 
     @override
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -199,11 +205,3 @@ class TurnLane(gymnasium.Env[Any, Any]):
             inner.step(None)  # by which an agent that is out leaves
         terminates = ended and bool(self._over[0].any() if self._any_ends else self._over[0].all())
         return self._observed(), float(reward.sum()), terminates, ended and not terminates, {agents.TURNS: infos}
-
-    @override
-    def render(self) -> Any:
-        return self.inner.render()
-
-    @override
-    def close(self) -> None:
-        self.inner.close()

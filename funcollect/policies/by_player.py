@@ -28,8 +28,8 @@ def by_player(policies: Sequence[Policy]) -> PlayerPolicy:
 
     It is for games whose observation has ``current_player`` [P]: PettingZoo's turn-based ones, pgx's, and your own. All
     policies are called at each step, with what the player whose turn it is observes, and that player's answer counts.
-    A recurrent state of a player goes on where it moves, and begins anew with each episode. All get the same noise, a
-    function of the lane and the step. Outputs that the policy of the mover lacks are zeros in a batch.
+    The recurrent state of a player changes only when that player moves, and is reset with each episode. All policies
+    get the same noise, a function of the lane and the step. Outputs that the mover's policy lacks are zeros in a batch.
 
     Parameters are a dict by number, ``{"0": …, "1": …}``, and exploration has names such as ``"1.epsilon"``. One policy
     may act for several players; a frozen past self may be a `population`, with parameters for each group of lanes.
