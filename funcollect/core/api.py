@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -138,7 +138,10 @@ def run(
 ) -> tuple[CollectorState[Array], TensorDict]:
     """Do what `rollout` does, with every option, by one of `loops`; `function` is what the user called."""
     opened = state.opened if type(state) is CollectorState and loops is LOOPS else None
-    what = partial(_what, request, state)
+
+    def what() -> str:
+        return f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"
+
     if opened is not None and (known := opened.known(request)) is not None:
         check_eager(function)
         with memory_for(what):
@@ -168,10 +171,6 @@ def run(
 def _delivered(env: Env, batch: TensorDict) -> TensorDict:
     spec = env.action_spec
     return presented(batch, spec) if isinstance(spec, (GroupedSpec, TurnSpec)) else batch
-
-
-def _what(request: Request, state: CollectorState) -> str:
-    return f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"
 
 
 def step(

@@ -88,7 +88,7 @@ def set_env_params(
             [24.8000, 24.8000, 24.8000]])
     """
     check_state(env, state, "set_env_params")
-    return state.replace(env_params=_changed(env, state, params, at_once, _compared))
+    return state.replace(env_params=_changed(env, state, params, at_once, traced=False))
 
 
 def traced_set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at_once: bool = False) -> CollectorState:
@@ -113,29 +113,9 @@ def traced_set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at
     Array([2., 4., 8.], dtype=float32)
     """
     check_traced_state(env, state)
-    made = _changed(env, state, params, at_once, _identified)
+    made = _changed(env, state, params, at_once, traced=True)
     lane, select = state.lane, jax_numerics().select  # rows vary over a mesh, as those of later states
     return state.replace(env_params=map_rows(lambda rows: select(lane == lane, rows, rows), made))
-
-
-class _Change(NamedTuple):
-    old: Any  # a leaf before a change
-    new: Any
-    same: bool  # whether both are equal, as far as that is known
-    shared: Any  # `new`, as a state holds it for all lanes
-
-
-def _compared(like: Any, leaf: Any, node: Any, old: Any, new: Any) -> _Change:
-    one, other = np.asarray(new), np.asarray(old)
-    return _Change(old, new, np.array_equal(one, other, equal_nan=one.dtype.kind == "f"), new)
-
-
-def _identified(like: Any, leaf: Any, node: Any, old: Any, new: Any) -> _Change:
-    # XLA would compute with constants otherwise than with arguments, which parameters of the eager function are.
-    old, new = map(import_jax().lax.optimization_barrier, (old, new))
-    same = leaf is node or (leaf is like and isinstance(node, Unchanged))
-    new = old if same else new
-    return _Change(old, new, same, Unchanged(new) if leaf is like else new)
 
 
 def _rows(num_lanes: int, like: Any, current: Any, coming: Any) -> LaneRows:
@@ -143,8 +123,11 @@ def _rows(num_lanes: int, like: Any, current: Any, coming: Any) -> LaneRows:
     return LaneRows(*(import_jax().numpy.broadcast_to(leaf, shape) for leaf in (current, coming)))
 
 
-def _changed(env: Env, state: CollectorState, params: Any, at_once: bool, change: Callable[..., _Change]) -> Any:
-    """The parameters after a change: leaves have rows if given or held so, or changed from the next episodes on."""
+def _changed(env: Env, state: CollectorState, params: Any, at_once: bool, *, traced: bool) -> Any:
+    """The parameters after a change: leaves have rows if given or held so, or changed from the next episodes on.
+
+    Traced values cannot be compared, so there a leaf is the same if it is the very object that was held.
+    """
     check_flags(at_once=at_once)
     if not isinstance(state.env_state, JaxEnvState) or (own := default_params(env)) is None:
         mend = "over Torch pass state.replace(env_params=...), over simulators use funcollect.apply"
@@ -161,7 +144,15 @@ def _changed(env: Env, state: CollectorState, params: Any, at_once: bool, change
         if jnp.issubdtype(dtype, np.integer) and jnp.issubdtype(jnp.result_type(leaf), np.inexact):  # it would be cut
             raise ValueError(f"params{name} is {shown(leaf)}, expected an integer: convert it, such as by int")
         by_lane = _is_by_lane(name, leaf, np.shape(like), state.num_lanes)
-        old, new, same, shared = change(like, leaf, node, jnp.asarray(_held(node), dtype), jnp.asarray(leaf, dtype))
+        old, new = jnp.asarray(_held(node), dtype), jnp.asarray(leaf, dtype)
+        if traced:
+            # XLA computes with constants otherwise than with arguments, which parameters of the eager function are.
+            old, new = map(jax.lax.optimization_barrier, (old, new))
+            same = leaf is node or (leaf is like and isinstance(node, Unchanged))
+            new = old if same else new
+        else:
+            same = np.array_equal(np.asarray(new), np.asarray(old), equal_nan=np.dtype(dtype).kind == "f")
+        shared = Unchanged(new) if traced and leaf is like else new
         in_rows = by_lane or isinstance(node, LaneRows) or not (at_once or same)
         made.append(_rows(state.num_lanes, like, new if at_once else old, new) if in_rows else shared)
     return without_weak_types(treedef.unflatten(made))

@@ -12,8 +12,8 @@ import torch
 import funcollect as fc
 from tests.support.compare import assert_same, fresh
 from tests.support.faulty.faulty_workers import pids_of, workers_of
-from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, in_soak
-from tests.support.workers import TRANSPORTS, multi, ray_collector
+from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, in_soak, once
+from tests.support.workers import COLLECTORS, TRANSPORTS, multi, ray_collector
 
 
 class Weighted(gymnasium.Wrapper):
@@ -72,8 +72,12 @@ def test_a_function_acts_from_the_next_step_on(name):
     fc.close(state)
 
 
-@pytest.mark.parametrize("name", ENVS)
-@pytest.mark.parametrize("moment", ["before the episode", "during it", "at its beginning", "several times"])
+MOMENTS = ["before the episode", "during it", "at its beginning"]
+REPEATED = [("several times", name) for name in ENVS]  # which are all of the others but the third
+REPEATED += [("at its beginning", "several"), *in_soak(itertools.product(MOMENTS, ENVS))]
+
+
+@pytest.mark.parametrize(("moment", "name"), REPEATED)
 def test_copies_repeat_it(name, moment):
     env, policy, state = begun(name)
     if moment in ("before the episode", "several times"):
@@ -209,8 +213,7 @@ def test_lanes_of_a_lost_worker_are_called_again():
     fc.close(state)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("kind", [fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector])
+@pytest.mark.parametrize(("kind", "transport"), once(COLLECTORS, TRANSPORTS))
 def test_workers_of_collectors(kind, transport):
     with multi(kind, transport, create_env_fn=[make] * 2, policy=None, frames_per_batch=20) as collector:
         next(collector)

@@ -12,26 +12,16 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
-from tests.support.cases import ENVS, KINDS, POLICIES, make_env, pair, pairs
-from tests.support.compare import COPIES, assert_same, fresh, joined
+from tests.support.cases import ENVS, KINDS, POLICIES, make_env, pair
+from tests.support.compare import COPIES, assert_same, fresh, rollouts
 from tests.support.envs.own_envs import HostWalk, SnapshotWalkers, Walkers
 from tests.support.misuse import Rigged
-from tests.support.running import once, scaled
+from tests.support.running import once, pairwise, scaled
 
 VALUES = ["torch/CartPole-v1", "torch/Pendulum-v1", "gymnax/CartPole-v1"]
 
 
-def rollouts(env, policy, state, lengths):
-    batches = []
-    for length in lengths:
-        state, batch = fc.rollout(env, policy, state, length)
-        batches.append(batch)
-    return state, joined(batches)
-
-
-@pytest.mark.parametrize("copied", COPIES)
-@pytest.mark.parametrize(("kind", "num_envs"), pairs(None, 3))
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize(("name", "kind", "num_envs", "copied"), pairwise(ENVS, POLICIES, (None, 3), COPIES))
 def test_a_copy_goes_the_way_of_the_original(name, kind, num_envs, copied):
     env, policy = pair(name, kind, num_envs)
     state, _ = rollouts(env, policy, fc.init(env, policy, seed=0), [25, 1, 17])
@@ -40,8 +30,7 @@ def test_a_copy_goes_the_way_of_the_original(name, kind, num_envs, copied):
     fork, second = rollouts(env, policy, fork, [40])
     assert_same(first, second)
     fork = fc.reset(env, fork)  # its own way from here
-    state, third = rollouts(env, policy, state, [40])
-    _, fourth = rollouts(env, policy, fork, [40])
+    (_, third), (_, fourth) = (rollouts(env, policy, each, [40]) for each in (state, fork))
     assert not torch.equal(third["observation"], fourth["observation"])
 
 
@@ -61,9 +50,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("seed", range(scaled(2)))
-@pytest.mark.parametrize("copied", COPIES)
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(("name", "copied", "seed"), pairwise(SOURCES, COPIES, range(scaled(2))))
 def test_copies_of_lanes_of_any_age(name, seed, copied):
     """Lanes reset by themselves, by a mask and by a limit; copies of copies; copies of states just begun."""
     env = SOURCES[name]()
@@ -108,11 +95,11 @@ def test_a_finished_lane_is_finished_in_the_copy(name, copied):
 def test_an_old_state_over_values_gives_the_same_answer_again(name, kind, num_envs):
     env, policy, old = fresh(*pair(name, kind, num_envs), steps=13)
     kept = fc.reset(env, old)
-    answers = [rollouts(env, policy, old, lengths)[1] for lengths in ([20], [3, 17], [20])]
+    answers = [rollouts(env, policy, old, lengths)[1] for lengths in ([26], [13, 13], [26])]
     assert_same(answers[0], answers[1])
     assert_same(answers[0], answers[2])
     again = fc.reset(env, old)
-    assert_same(rollouts(env, policy, kept, [20])[1], rollouts(env, policy, again, [20])[1])
+    assert_same(rollouts(env, policy, kept, [26])[1], rollouts(env, policy, again, [26])[1])
 
 
 def values(state):
@@ -121,8 +108,7 @@ def values(state):
     return [np.asarray(leaf).copy() for leaf in jax.tree.leaves(held)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize(("name", "kind"), once(ENVS, KINDS))
 def test_a_state_never_changes(name, kind):
     env, policy, state = fresh(*pair(name, kind, 3), steps=13)
     states, kept = [state], [values(state)]
@@ -140,14 +126,12 @@ def test_a_state_never_changes(name, kind):
         assert all(map(np.array_equal, values(state), before))
 
 
-@pytest.mark.parametrize("num_envs", [None, 3])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize(("name", "kind", "num_envs"), pairwise(ENVS, KINDS, (None, 3)))
 def test_steps_make_a_rollout(name, kind, num_envs):
     env, policy = pair(name, kind, num_envs)
-    _, whole = fc.rollout(env, policy, fc.init(env, policy, seed=0), 40)
+    _, whole = fc.rollout(env, policy, fc.init(env, policy, seed=0), 35)
     state, transitions = fc.init(env, policy, seed=0), []
-    for _ in range(40):
+    for _ in range(35):
         state, transition = fc.step(env, policy, state)
         transitions.append(transition.clone())
     assert_same(whole, torch.stack(transitions, -1))

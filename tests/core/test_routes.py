@@ -20,8 +20,8 @@ from funcollect.envs.jax_envs.like_gymnax import from_gymnax
 from funcollect.interop.jax_setup import compiled
 from funcollect.policies import torch_in_jax
 from funcollect.policies.torch_in_jax import LoweredPolicy
-from tests.support.cases import mlp, torch_mlp, torch_normal, torch_recurrent
-from tests.support.compare import assert_close, assert_same, collect, compilations
+from tests.support.cases import mlp, torch_mlp, torch_recurrent
+from tests.support.compare import assert_same, collect, compilations
 from tests.support.envs.jax_counting import counting
 from tests.support.policies import Recording
 from tests.support.running import in_soak
@@ -36,12 +36,6 @@ def cartpole():
 
 def way(env, policy):
     return "xla" if isinstance(routes.route_of(env, policy).policy, LoweredPolicy) else "eager"
-
-
-def demanded(make, env, compiler):
-    policy = make(env)
-    policy.compiler = compiler
-    return policy
 
 
 class Scaled(nn.Module):
@@ -61,15 +55,6 @@ class Scaled(nn.Module):
 
 def scaled_policy(compiler=None):
     return fc.torch_policy(Scaled(), head=fc.heads.categorical, compile=compiler)
-
-
-@pytest.mark.parametrize("make", [torch_normal, torch_recurrent])
-def test_both_ways_give_the_same_without_noise(cartpole, make):
-    lowered, eager = (
-        collect(cartpole, demanded(make, cartpole, each), 30, 30, exploration_type=MODE, max_frames_per_traj=7)
-        for each in ("xla", "eager")
-    )
-    assert_close(lowered, eager)
 
 
 def test_a_deterministic_tensordict_module_is_lowered(cartpole):
@@ -160,7 +145,7 @@ def test_one_program_for_all_updates(name):
         update(TensorDict.from_module(policy.module))
         first = len(traces)
         with compilations() as compiled:
-            for number in range(98):
+            for number in range(20):
                 update(TensorDict.from_module(policy.module) if number % 2 else None)
     assert len(traces) == first
     assert not compiled
@@ -170,39 +155,39 @@ def test_the_modes_are_the_users(cartpole):
     policy = scaled_policy()
     assert way(cartpole, policy) == "xla"
     state = fc.init(cartpole, policy, seed=0)
-    _, again = fc.rollout(cartpole, policy, state, 30)
+    _, again = fc.rollout(cartpole, policy, state, 20)
     policy.module.train()
     assert "dropout" in fc.explain(cartpole, policy).why
     assert way(cartpole, policy) == "eager"
-    _, dropped = fc.rollout(cartpole, policy, state, 30)
+    _, dropped = fc.rollout(cartpole, policy, state, 20)
     with torch.no_grad():
         scores = torch.log_softmax(policy.module.eval()(dropped["observation"]), -1)
     chosen = scores.gather(-1, dropped["action"][..., None])[..., 0]
     assert (chosen - dropped["action_log_prob"]).abs().max() > 1e-3
-    assert_same(again, fc.rollout(cartpole, policy, state, 30)[1])
-    for env in (cartpole, fc.make_env("CartPole-v1", num_envs=3)):
-        demanding = scaled_policy("xla")
-        state = fc.init(env, demanding, seed=0)
-        demanding.module.train()
-        for call in (partial(fc.rollout, env, demanding, state, 3), partial(fc.init, env, demanding, seed=0)):
-            with pytest.raises(fc.LoweringError, match=r"call module.eval\(\) first"):
-                call()
+    assert_same(again, fc.rollout(cartpole, policy, state, 20)[1])
+    env, demanding = fc.make_env("CartPole-v1", num_envs=3), scaled_policy("xla")
+    state = fc.init(env, demanding, seed=0)
+    demanding.module.train()
+    for call in (partial(fc.rollout, env, demanding, state, 3), partial(fc.init, env, demanding, seed=0)):
+        with pytest.raises(fc.LoweringError, match=r"call module.eval\(\) first"):
+            call()
 
 
-def test_plain_attributes_are_noticed_and_soon_no_longer_lowered(cartpole):
+def test_plain_attributes_are_noticed_and_soon_no_longer_lowered(cartpole, monkeypatch):
+    monkeypatch.setattr("funcollect.core.lowered._MOST_SETTINGS", 2)
     policy = scaled_policy()
     policy.module.shift.copy_(torch.tensor([0.0, 1.0]))
     state = fc.init(cartpole, policy, seed=0)
     ways = []
-    for factor in (1.0, -50.0, 2.0, 1.0, 3.0, 4.0):
+    for factor in (1.0, -50.0, 1.0, 4.0):
         policy.module.factor = factor
         state, batch = fc.rollout(cartpole, policy, state, 8)
         with torch.no_grad():
             scores = torch.log_softmax(policy.module(batch["observation"]), -1)
         torch.testing.assert_close(batch["action_log_prob"], scores.gather(-1, batch["action"][..., None])[..., 0])
         ways.append(way(cartpole, policy))
-    assert ways == ["xla"] * 5 + ["eager"]
-    assert "seen with 4 different values" in fc.explain(cartpole, policy).why
+    assert ways == ["xla"] * 3 + ["eager"]
+    assert "seen with 2 different values" in fc.explain(cartpole, policy).why
 
 
 class Holding(nn.Module):
@@ -246,8 +231,8 @@ def test_what_is_not_lowered_crosses_and_is_explained(cartpole, module, why):
         assert batch["calls"].dtype == torch.int64
 
 
-SCORED = [("gymnax/Pendulum-v1", fc.heads.tanh_normal), ("gymnax/Pendulum-v1", fc.heads.normal)]
-SCORED += [("CartPole-v1", fc.heads.categorical), ("gymnax/CartPole-v1", fc.heads.epsilon_greedy(0.4))]
+SCORED = [("gymnax/Pendulum-v1", fc.heads.tanh_normal), ("CartPole-v1", fc.heads.epsilon_greedy(0.4))]
+SCORED += in_soak([("gymnax/Pendulum-v1", fc.heads.normal), ("gymnax/CartPole-v1", fc.heads.categorical)])
 SCORED += in_soak([("Pendulum-v1", fc.heads.tanh_normal), ("torch/Pendulum-v1", fc.heads.tanh_normal)])
 
 
@@ -341,6 +326,23 @@ CACHED = replace(fc.make_env(GYMNAX, num_envs=2), starts="cached")
 PUSH = fc.jax_policy(lambda params, x: (x[:, 2] > 0).astype("int32"), None)
 
 
+ON_TENSORDICT = TensorDictModule(lambda x: x[..., 0].long(), ["observation"], ["action"])
+POLICIES = [  # with their names, and where their randomness comes from
+    (fc.torch_policy(MODULE, head=fc.heads.categorical), "categorical", "gumbel noise"),
+    (fc.torch_policy(MODULE, head=fc.heads.epsilon_greedy(0.1)), "epsilon_greedy", "uniform noise"),
+    (fc.torch_policy(MODULE, head=fc.heads.greedy), "greedy", "global generator"),
+    (fc.torch_policy(lambda x: x[:, 0].long()), "torch", "global generator"),
+    (fc.jax_policy(lambda p, x: x @ p, torch.zeros(4, 2).numpy(), head=fc.heads.categorical), "jax", "gumbel noise"),
+    (fc.jax_policy(lambda p, x, key: x @ p, 0.0, head=fc.heads.categorical), "jax", "one JAX key per call"),
+    (None, "Random", "uniform noise"),
+    (fc.torch_policy(MODULE, head=BY_TORCH), "from_distribution", "global generator"),
+    (fc.jax_policy(lambda p, x: x @ p, 0.0, head=BY_TORCH), "from_distribution", "one JAX key per lane and step"),
+    (fc.tensordict_policy(ON_TENSORDICT), "TensorDictPolicy", "global generator"),
+    (Recording(), "Recording", "follow no seed"),
+    (DrawsByKeys(), "DrawsByKeys", "one JAX key per lane and step"),
+]
+
+
 @pytest.mark.parametrize(("env", "num_envs", "policy", "words"), [
     (CARTPOLE, None, None, SEEDED | {"env": "one environment without a batch dimension", "loop": "host"}),
     (CARTPOLE, 8, None, {"env": "a batch of 8", "why": "simulators"}),
@@ -354,6 +356,7 @@ PUSH = fc.jax_policy(lambda params, x: (x[:, 2] > 0).astype("int32"), None)
     (CARTPOLE, None, fc.torch_policy(MODULE, device="cpu"), {"copies": "at every rollout"}),
     (CARTPOLE, None, fc.torch_policy(torch.nn.Linear(4, 2, device="meta")), {"copies": "to meta and each action back"}),
     (CARTPOLE, None, fc.jax_policy(lambda p, x: x @ p, 0.0, head=CATEGORICAL), {"why": "synchronous CPU dispatch"}),
+    *((CARTPOLE, None, policy, {"policy": name, "noise": noise}) for policy, name, noise in POLICIES),
 ])  # fmt: skip
 def test_each_field(env, num_envs, policy, words):
     one = plan(env, policy, **({} if num_envs is None else {"num_envs": num_envs}))
@@ -372,27 +375,3 @@ def test_it_prints_one_line_per_field_is_frozen_and_names_the_successor_of_a_rem
         _ = one.workers
     with pytest.raises(ValueError, match="the head normal"):
         plan(policy=fc.torch_policy(MODULE, head=fc.heads.normal))
-
-
-ON_TENSORDICT = TensorDictModule(lambda x: x[..., 0].long(), ["observation"], ["action"])
-POLICIES = [
-    (fc.torch_policy(MODULE, head=fc.heads.categorical), "categorical", "gumbel noise"),
-    (fc.torch_policy(MODULE, head=fc.heads.epsilon_greedy(0.1)), "epsilon_greedy", "uniform noise"),
-    (fc.torch_policy(MODULE, head=fc.heads.greedy), "greedy", "global generator"),
-    (fc.torch_policy(lambda x: x[:, 0].long()), "torch", "global generator"),
-    (fc.jax_policy(lambda p, x: x @ p, torch.zeros(4, 2).numpy(), head=fc.heads.categorical), "jax", "gumbel noise"),
-    (fc.jax_policy(lambda p, x, key: x @ p, 0.0, head=fc.heads.categorical), "jax", "one JAX key per call"),
-    (None, "Random", "uniform noise"),
-    (fc.torch_policy(MODULE, head=BY_TORCH), "from_distribution", "global generator"),
-    (fc.jax_policy(lambda p, x: x @ p, 0.0, head=BY_TORCH), "from_distribution", "one JAX key per lane and step"),
-    (fc.tensordict_policy(ON_TENSORDICT), "TensorDictPolicy", "global generator"),
-    (Recording(), "Recording", "follow no seed"),
-    (DrawsByKeys(), "DrawsByKeys", "one JAX key per lane and step"),
-]
-
-
-@pytest.mark.parametrize(("policy", "name", "noise"), POLICIES, ids=[case[1] for case in POLICIES])
-def test_it_names_the_policy_and_where_its_randomness_comes_from(policy, name, noise):
-    one = plan(policy=policy)
-    assert name in one.policy
-    assert noise in one.noise

@@ -1,6 +1,7 @@
 """The state is a value, the same tree to optree and to JAX; lanes of it are reset, also to given states."""
 
 import copy
+import functools
 import pickle
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import funcollect as fc
 from funcollect.core import api
 from funcollect.core.saving import counts_in, go_on, resume, snapshot
 from tests.support.compare import assert_same, fresh
+from tests.support.running import once
 
 NAMES = ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"]
 PATH = ("x",)
@@ -79,9 +81,9 @@ def test_a_state_and_its_observation_have_the_same_leaves_in_optree_and_in_jax(s
         assert structure(state) != structure(state.replace(total_lanes=9))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("first_lane", "total_lanes"), [(0, 2), (4, 6), (6, 4), (9, 4)])
-def test_trajectory_ids_are_those_of_the_next_batch(name, first_lane, total_lanes):
+@pytest.mark.parametrize(("name", "lanes"), once(NAMES, [(0, 2), (4, 6), (6, 4), (9, 4)]))
+def test_trajectory_ids_are_those_of_the_next_batch(name, lanes):
+    first_lane, total_lanes = lanes
     env = fc.make_env(name, num_envs=2)
     policy = fc.random_policy(env)
     state = api.init_lanes(env, policy, seed=0, first_lane=first_lane, total_lanes=total_lanes)
@@ -143,8 +145,7 @@ def counter(initial):
     return fc.jax_policy(apply, (), initial_state=Counted(initial))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("initial", [0.0, np.float32(0), jnp.float32(0)], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(("name", "initial"), once(NAMES, [0.0, np.float32(0), jnp.float32(0)]))
 def test_a_policy_state_of_nodes_that_only_jax_knows(name, initial):
     env, policy, state = fresh(fc.make_env(name, num_envs=2), counter(initial))
     for _ in range(2):
@@ -207,6 +208,7 @@ MASK = torch.tensor([True, False, True])
 JAX, TORCH = "gymnax/CartPole-v1", "torch/CartPole-v1"
 
 
+@functools.cache
 def two_states(name, num_envs=3):
     """An environment and a policy, a state, and one of the same run some steps later."""
     env, policy, state = fresh(name, num_envs=num_envs)
@@ -251,9 +253,7 @@ def test_states_that_do_not_show_their_observation_come_with_it():
     assert np.array_equal(there.observation["observation",][0], early.observation["observation",][0])
 
 
-@pytest.mark.parametrize(
-    "name", ["gymnax/Pendulum-v1", "torch/Pendulum-v1", "brax/inverted_pendulum", "pgx/tic_tac_toe"]
-)
+@pytest.mark.parametrize("name", ["gymnax/Pendulum-v1", "torch/Pendulum-v1", "brax/fast", "pgx/tic_tac_toe"])
 def test_states_show_the_observations_of_their_steps(name):
     env, _, _, late = two_states(name, num_envs=2)
     again = fc.reset(env, late, to=late.env_state)

@@ -3,7 +3,6 @@
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
-import jax
 import jax.numpy as jnp
 import pytest
 import torch
@@ -199,13 +198,6 @@ def test_other_parameters_act_at_once(open_pair):
     after = fc.step(env, policy, state)[1]
     assert not torch.equal(after["action_log_prob"], before["action_log_prob"])
     assert_same(after, fc.rollout(env, policy, state.replace(step=state.step + 0), 1)[1][:, 0])
-
-
-def test_a_donated_state_is_refused():
-    env, policy, state = fresh("gymnax/CartPole-v1", linear("jax"), num_envs=3, steps=1)
-    jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 0, state), donate_argnums=0)(state)
-    with pytest.raises(ValueError, match="donated or deleted"):
-        fc.step(env, policy, state)
 
 
 def test_large_columns_stay_apart():

@@ -161,11 +161,6 @@ POLICIES["random"] = fc.random_policy
 KINDS = [kind for kind in POLICIES if kind not in ("torch_normal", "jax_keyed", "tensordict_module")]
 
 
-def pairs(*num_envs):
-    """Kinds of policy with batch sizes: every kind and every size."""
-    return once(POLICIES, num_envs)
-
-
 @functools.cache
 def pair(name, kind, num_envs):
     """An environment and a policy, the same ones for all tests, so that JAX compiles each once."""

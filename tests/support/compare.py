@@ -74,14 +74,20 @@ def fresh(env, policy=None, *, seed=0, steps=0, **options):
     return env, policy, fc.rollout(env, policy, state, steps)[0] if steps else state
 
 
-def collect(env, policy, *lengths, seed=1, **options):
-    """The batch of a run in rollouts of these lengths, with options of `funcollect.rollout` or of collectors."""
-    state, batches = fc.init(env, policy, seed=seed), []
+def rollouts(env, policy, state, lengths, **options):
+    """The state after rollouts of these lengths, with options of `rollout` or of collectors, and one batch of all."""
+    batches = []
     for length in lengths:
         state, batch = run(env, policy, state, Request(length, **options))
         batches.append(batch)
+    return state, joined(batches)
+
+
+def collect(env, policy, *lengths, seed=1, **options):
+    """The batch of a run in rollouts of these lengths."""
+    state, batch = rollouts(env, policy, fc.init(env, policy, seed=seed), lengths, **options)
     fc.close(state)
-    return joined(batches)
+    return batch
 
 
 @contextlib.contextmanager

@@ -11,8 +11,9 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
+from funcollect.core.loops import blocks as blocks_module
 from funcollect.core.loops import over_jax
-from funcollect.core.loops.blocks import BlockOptions, steps_per_block
+from funcollect.core.loops.blocks import BlockOptions
 from funcollect.core.lowered import lower_policy
 from funcollect.core.request import Request
 from funcollect.core.traced_step.step import SPARES, starts_are_cheap
@@ -88,8 +89,17 @@ def own_waits(name, starts):
     return {name: sum(each.get(name, 0) for each in counts) for name in counts[0].keys() | counts[1]}
 
 
-def check_waits(name, env, policy, *, made_each_step):
-    loop, programs = lowered(env, policy, made_each_step)
+WAITS = [*((name, None, False) for name in NAMES), *((name, mlp, True) for name in NAMES)]
+WAITS += [("gymnax", torch_mlp, True), ("gymnax", jax_mlp, True), *in_soak((name, None, True) for name in NAMES)]
+
+
+@pytest.mark.parametrize(("name", "make", "made_each_step"), WAITS)
+def test_neither_a_suite_nor_a_policy_waits_for_the_host(name, make, made_each_step):
+    suite, policy = suite_and_policy(name)
+    if make:
+        policy = make(suite.env)
+        policy = policy if policy.backend == "jax" else lower_policy(policy, suite.env)
+    loop, programs = lowered(suite.env, policy, made_each_step)
     own = own_waits(name, 1 if made_each_step else SPARES)
     unroll = 4 if made_each_step else 1
     for text, donated in programs:
@@ -98,24 +108,7 @@ def check_waits(name, env, policy, *, made_each_step):
         assert all(count <= unroll * own.get(wait, 0) for wait, count in found.items())
         assert len(re.findall(rf"cond {{\s*%\S+ = stablehlo.constant dense<{K // unroll}> : tensor<i32>", text)) == 1
         assert len(re.findall(r"tf\.aliasing_output", text)) == donated
-    return loop
-
-
-@pytest.mark.parametrize("made_each_step", [True, False])
-@pytest.mark.parametrize("name", NAMES)
-def test_no_suite_waits_for_the_host(name, made_each_step):
-    suite, policy = suite_and_policy(name)
-    loop = check_waits(name, suite.env, policy, made_each_step=made_each_step)
     assert loop.has_spares is not made_each_step
-
-
-@pytest.mark.parametrize(
-    ("name", "make"), [*((name, mlp) for name in NAMES), ("gymnax", torch_mlp), ("gymnax", jax_mlp)]
-)
-def test_no_policy_waits_for_the_host(name, make):
-    env = suite_and_policy(name)[0].env
-    policy = make(env)
-    check_waits(name, env, policy if policy.backend == "jax" else lower_policy(policy, env), made_each_step=True)
 
 
 BRANCHED = [("gymnax", "random", False), ("gymnax", "network", True), ("functions", "random", True)]
@@ -166,7 +159,8 @@ def test_a_start_made_at_each_step_has_few_operations_and_no_loop():
 
 
 @pytest.mark.usefixtures("blocks")
-def test_lengths_within_an_eighth_are_one_program():
+def test_lengths_within_an_eighth_are_one_program(monkeypatch):
+    monkeypatch.setattr(blocks_module, "MOST_STEPS", 30)
     traces = []
 
     def act(params, x):
@@ -176,23 +170,23 @@ def test_lengths_within_an_eighth_are_one_program():
     env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
     policy = fc.jax_policy(act, jnp.ones((4, 2)), head=fc.heads.categorical)
     state = fc.init(env, policy, seed=0)
-    for length in (250, 500):
+    for length in (30, 60):
         fc.rollout(env, policy, state, length)
     once = len(traces)
-    for length in (241, 256, 512, 1000):  # one, two or four blocks of 256; one alone has a program of its own
+    for length in (29, 58, 120):  # one, two or four blocks of 30; one alone has a program of its own
         assert fc.rollout(env, policy, state, length)[1].batch_size == (4, length)
     assert len(traces) == once
-    fc.rollout(env, policy, state, 100)
+    fc.rollout(env, policy, state, 13)
     assert len(traces) > once
 
 
-@pytest.mark.parametrize("length", [*range(1, 300), 1000, 4097])
-def test_few_steps_of_the_blocks_are_wasted(length):
-    steps = steps_per_block(length)
-    blocks = -(-length // steps)
-    assert 2 <= steps <= 256
-    assert blocks == -(-length // 256)
-    assert blocks * steps <= max(2, length * 1.15)
+def test_few_steps_of_the_blocks_are_wasted():
+    for length in (*range(1, 300), 1000, 4097):
+        steps = blocks_module.steps_per_block(length)
+        blocks = -(-length // steps)
+        assert 2 <= steps <= 256
+        assert blocks == -(-length // 256)
+        assert blocks * steps <= max(2, length * 1.15)
 
 
 @pytest.mark.usefixtures("blocks")
@@ -214,7 +208,7 @@ def test_a_step_that_crosses_has_no_branch_and_gives_the_same_data(starts, monke
     policy = fc.torch_policy(
         lambda x: x["count"].float().view(-1, 1) * torch.arange(3.0), head=fc.heads.categorical, compile="eager"
     )
-    wanted = collect(env, policy, 20, 7, 3)
+    wanted = collect(env, policy, 15, 15)
     in_blocks(monkeypatch)
     texts, compile_ = [], over_jax.compiled
 
@@ -231,7 +225,7 @@ def test_a_step_that_crosses_has_no_branch_and_gives_the_same_data(starts, monke
         return call
 
     monkeypatch.setattr(over_jax, "compiled", noting)
-    assert_same(wanted, collect(env, policy, 20, 7, 3))
+    assert_same(wanted, collect(env, policy, 15, 15))
     assert waits(texts[0]) == {}
 
 
@@ -248,7 +242,7 @@ class Stateless(fc.envs.JaxEnvBase):
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("make", [lambda: fc.make_env("gymnax/CartPole-v1", num_envs=4), lambda: Stateless(4)])
 def test_an_interrupted_collector_goes_on_though_its_state_was_used_up(make, monkeypatch):
-    with fc.SyncDataCollector(make(), None, frames_per_batch=400, seed=0) as one:
+    with fc.SyncDataCollector(make(), None, frames_per_batch=60, seed=0) as one:  # 15 steps, which are not unrolled
         old, ids = one.state, next(one)["collector", "traj_ids"]
         with pytest.raises(ValueError, match="was donated or deleted"):
             fc.rollout(one.env, one.policy, old, 5)

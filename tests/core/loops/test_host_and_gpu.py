@@ -20,6 +20,8 @@ from tests.support.cases import HIDDEN, Recurrent, mlp
 from tests.support.compare import fresh
 from tests.support.devices import each_device
 from tests.support.envs.light_envs import BOX, Sampling
+from tests.support.running import once
+from tests.support.workers import COLLECTORS
 
 LANES, LENGTH = 4, 12
 DISABLED = gymnasium.vector.AutoresetMode.DISABLED
@@ -38,7 +40,7 @@ ENVS = {
     "several discrete": (partial(Sampling, BOX, gymnasium.spaces.MultiDiscrete([3, 2])), {"num_envs": LANES}),
     "lanes of Gymnasium": (vector, {}),
 }
-PLACES = [(name, spread) for name in ENVS for spread in SPREADS if name != "lanes of Gymnasium" or not SPREADS[spread]]
+PLACES = [*once([*ENVS][:-1], SPREADS), ("lanes of Gymnasium", "one process")]
 
 
 def make(name, spread="one process"):
@@ -98,8 +100,7 @@ def in_tensordicts(device):
     return ProbabilisticTensorDictSequential(inner, ProbabilisticTensorDictModule(**head))
 
 
-@pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("policy", [discrete, recurrent, in_tensordicts, box])
+@pytest.mark.parametrize(("policy", "spread"), once([discrete, recurrent, in_tensordicts, box], SPREADS))
 @each_device
 def test_batches_are_on_the_host_and_go_on(device, policy, spread):
     env = make("box" if policy is box else "discrete", spread)
@@ -121,7 +122,7 @@ def test_batches_are_on_the_host_and_go_on(device, policy, spread):
         torch.testing.assert_close(one["action"][:, 0], first, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", [fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector])
+@pytest.mark.parametrize("kind", COLLECTORS)
 @each_device
 def test_workers_act_on_the_device(device, kind):
     made = [partial(fc.make_env, "CartPole-v1", num_envs=2)] * 2

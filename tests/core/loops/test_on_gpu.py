@@ -13,7 +13,7 @@ from tests.support.compare import assert_same, collect
 from tests.support.devices import capture_on_the_cpu, each_device, forbid_waits
 from tests.support.running import in_soak
 
-LENGTH = 70  # more than two blocks, or graphs
+LENGTH = 20  # more than two graphs of the 8 steps that they have here
 CARTPOLE, PENDULUM = "torch/CartPole-v1", "torch/Pendulum-v1"
 
 
@@ -55,6 +55,7 @@ def test_steps_of_torch_do_not_wait(device, env_id, monkeypatch):
 def test_cuda_graphs_do_not_wait(device, monkeypatch):
     if device == "cpu":
         capture_on_the_cpu(monkeypatch)
+    monkeypatch.setattr(tensor, "STEPS", 8)
     env = fc.make_env(CARTPOLE, num_envs=8, device=device)
     policy = network(4, 2, device, fc.heads.categorical, compile="cudagraph")
     calls = []
@@ -78,20 +79,20 @@ def test_steps_of_simulators_on_the_device_do_not_wait(device, monkeypatch):
 def test_cuts_of_the_fused_loop_change_nothing(device):
     env = fc.make_env("gymnax/CartPole-v1", num_envs=64)
     policy = network(4, 2, device, fc.heads.categorical, compile="xla")
-    assert_same(collect(env, policy, 100), collect(env, policy, 1, 2, 32, 65))
+    assert_same(collect(env, policy, 16), collect(env, policy, 1, 2, 13))  # of which only 16 steps are unrolled
 
 
 @each_device
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("policy", [fc.torch_policy(mlp(4, 2), head=fc.heads.categorical), *in_soak([None])])
 def test_a_state_gives_the_same_answer_again_and_a_collector_uses_its_own_up(policy, device):
-    kwargs = {"frames_per_batch": 400, "create_env_kwargs": {"num_envs": 4}}
+    kwargs = {"frames_per_batch": 60, "create_env_kwargs": {"num_envs": 4}}  # 15 steps, which are not unrolled
     with fc.SyncDataCollector("gymnax/CartPole-v1", policy, **kwargs) as one:
         old, kept = one.state, fc.fork(one.env, one.state)
         first, second = next(one), next(one)
         with pytest.raises(ValueError, match=r"was donated or deleted.*take a funcollect.fork"):
-            fc.rollout(one.env, one.policy, old, 100)
+            fc.rollout(one.env, one.policy, old, 15)
         for _ in range(2):
-            state, batch = fc.rollout(one.env, one.policy, kept, 100)
+            state, batch = fc.rollout(one.env, one.policy, kept, 15)
             assert_same(batch, first)
-        assert_same(fc.rollout(one.env, one.policy, state, 100)[1], second)
+        assert_same(fc.rollout(one.env, one.policy, state, 15)[1], second)

@@ -1,5 +1,7 @@
 """Gradients of a rollout, in Torch: against finite differences, and against JAX's own."""
 
+import functools
+
 import gymnasium
 import gymnax
 import jax
@@ -15,7 +17,7 @@ from funcollect.envs.jax_envs.instances import from_brax
 from funcollect.envs.jax_envs.jax_env import from_functions
 from funcollect.interop.memo import memo_of
 from tests.support.cases import Recurrent
-from tests.support.running import SCALE
+from tests.support.running import in_soak
 
 LENGTH = 12  # long enough for episodes of seven steps to end
 
@@ -69,20 +71,19 @@ def loss_of(batch):
     return sum(part.mean() for part in parts) + batch["next", "observation"][..., -1, :].sin().sum()
 
 
-def last_place_by_bias(env):
-    module = nn.Linear(1, 1)
-    nn.init.zeros_(module.weight)
-    policy = fc.torch_policy(module)
+def last_place_by_bias(env, policy):
     _, batch = fc.differentiable_rollout(env, policy, fc.init(env, policy, seed=0), 5)
-    return torch.autograd.grad(batch["next", "observation"][0, -1, 0], module.bias)[0].item()
+    return torch.autograd.grad(batch["next", "observation"][0, -1, 0], policy.module.bias)[0].item()
 
 
 def test_an_environment_that_stops_gradients_is_named_once():
-    env = Detached(num_envs=2)
+    module = nn.Linear(1, 1)
+    nn.init.zeros_(module.weight)
+    env, policy = Detached(num_envs=2), fc.torch_policy(module)
     with pytest.warns(UserWarning, match="Detached.* stops gradients in its step"):
-        assert last_place_by_bias(env) == 0
-    last_place_by_bias(env)
-    assert last_place_by_bias(Attached(num_envs=2)) == 5
+        assert last_place_by_bias(env, policy) == 0
+    last_place_by_bias(env, policy)
+    assert last_place_by_bias(Attached(num_envs=2), policy) == 5
 
 
 def test_gymnax_lets_gradients_pass_where_it_can():
@@ -130,12 +131,15 @@ class Noting(nn.Linear):
 
 CASES = {
     "spring": (spring, Noting, fc.heads.tanh_normal),
+    "spring, plain": (spring, nn.Linear, fc.heads.normal),
     "spring, recurrent": (spring, Recurrent, fc.heads.normal),
     "brax": (railway, nn.Linear, fc.heads.normal),
 }
 
 
+@functools.cache
 def made(case):
+    """An environment, a module and its policy, the same ones for all tests, so that JAX compiles each once."""
     make, kind, head = CASES[case]
     env = make()
     module = module_of(*env.observation_space.shape, 2, kind)
@@ -143,7 +147,7 @@ def made(case):
     return env, module, policy
 
 
-@pytest.mark.parametrize("case", CASES if SCALE > 1 else [case for case in CASES if case != "brax"])
+@pytest.mark.parametrize("case", ["spring", "spring, recurrent", *in_soak(["brax"])])
 def test_against_finite_differences(case):
     env, module, policy = made(case)
     batch, gradients = gradients_of(env, policy, module)
@@ -167,9 +171,8 @@ def test_it_is_a_rollout_and_others_go_on_from_its_state(case):
 
 
 def test_against_jax():
-    env = spring()
-    module = module_of(2, 2)
-    policy = fc.torch_policy(module, head=fc.heads.normal)
+    env, module, policy = made("spring, plain")
+    module.zero_grad(set_to_none=True)
     state = fc.init(env, policy, seed=0)
     _, batch = fc.differentiable_rollout(env, policy, state, LENGTH)
     (batch["next", "observation"].square().sum() + batch["action_log_prob"].sum()).backward()
@@ -187,8 +190,7 @@ def test_against_jax():
 
 
 def test_gradients_go_to_params_that_are_given_and_to_none_that_are_frozen():
-    env, module = spring(), module_of(2, 2)
-    policy = fc.torch_policy(module, head=fc.heads.normal)
+    env, module, policy = made("spring, plain")
     _, wanted = gradients_of(env, policy, module)
     module.zero_grad(set_to_none=True)
     params = TensorDict.from_module(module).detach().clone()

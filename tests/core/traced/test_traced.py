@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +21,31 @@ from tests.support.running import ROOT, in_soak
 
 KEY = jnp.array([0, 7], jnp.uint32)  # what seed=7 gives
 PLAIN, POLICY = counting(3), counting_policy()
+LENGTH = 12
 
 
 def start(env=PLAIN, policy=POLICY, key=KEY, **kwargs):
     return fc.traced.init(env, policy, policy.params, key=key, **kwargs)
 
 
-def several():
-    return jax.vmap(lambda key: start(key=key))(jax.random.split(KEY))
+@cache
+def begun(runs=None):
+    """The state of one run, or of so many."""
+    keys = KEY if runs is None else jax.random.split(KEY, runs)
+    return jax.jit(start if runs is None else jax.vmap(start))(key=keys)
 
 
-def run(env, policy, params, key, length, **options):
-    return fc.traced.rollout(env, policy, params, start(env, policy, key), length, **options)[1]
+@cache
+def program(env=PLAIN, length=LENGTH, **options):
+    """A rollout from parameters and a key, compiled once for all tests."""
+    rolled = partial(fc.traced.rollout, env, POLICY, length=length, **options)
+    return jax.jit(lambda params, key: rolled(params, start(env, key=key))[1])
+
+
+@cache
+def plain():
+    """The arrays of a rollout."""
+    return program()(POLICY.params, KEY)
 
 
 @pytest.mark.parametrize(
@@ -40,30 +54,30 @@ def run(env, policy, params, key, length, **options):
 )
 def test_rollout_is_deliver_after_a_traced_rollout(num_envs, options):
     env = counting(num_envs)
-    arrays = jax.jit(lambda params, key: run(env, POLICY, params, key, 30, **options))(POLICY.params, KEY)
-    assert_same(fc.deliver(arrays, env), collect(env, POLICY, 30, seed=7, **options))
+    arrays = program(env, **options)(POLICY.params, KEY)
+    assert_same(fc.deliver(arrays, env), collect(env, POLICY, LENGTH, seed=7, **options))
     assert fc.deliver(arrays, env).is_locked
-    assert arrays["collector"]["episode"].shape == (30, num_envs or 1)
+    assert arrays["collector"]["episode"].shape == (LENGTH, num_envs or 1)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(arrays["collector"])} == {"int32"}
 
 
 def test_steps_add_up_to_a_rollout_also_in_delivered_form():
     step = jax.jit(lambda params, state: fc.traced.step(PLAIN, POLICY, params, state))
-    state, rows = start(), []
-    for _ in range(12):
+    state, rows = begun(), []
+    for _ in range(LENGTH):
         state, row = step(POLICY.params, state)
         rows.append(row)
     joined = jax.tree.map(lambda *parts: jnp.stack(parts), *rows)
-    assert_same(fc.deliver(joined, PLAIN), collect(PLAIN, POLICY, 12, seed=7))
+    assert_same(fc.deliver(joined, PLAIN), collect(PLAIN, POLICY, LENGTH, seed=7))
     with pytest.raises(ValueError, match=r"shape \[3\], expected \[T, P\]"):
         fc.deliver(rows[0], PLAIN)
 
 
 def test_deliver_without_an_environment():
-    arrays = run(PLAIN, POLICY, POLICY.params, KEY, 9)
+    arrays = plain()
     batch = fc.deliver(arrays)
     exact = fc.deliver(arrays, PLAIN)
-    assert batch.batch_size == (3, 9)
+    assert batch.batch_size == (3, LENGTH)
     assert (batch["action"].dtype, batch["count"].dtype) == (torch.int64, torch.int32)
     for path, leaf in leaves(batch).items():
         assert torch.equal(leaves(exact)[path].to(leaf.dtype), leaf)
@@ -75,7 +89,7 @@ def test_deliver_without_an_environment():
 def test_deliver_compiles_once_for_batches_alike_and_their_memory_is_their_own(monkeypatch):
     traces, ids = [], words.trajectory_ids
     monkeypatch.setattr(words, "trajectory_ids", lambda *args: traces.append(args) or ids(*args))
-    arrays = run(PLAIN, POLICY, POLICY.params, KEY, 11)
+    arrays = plain()
     before = jax.tree.map(np.array, arrays)
     for _ in range(3):
         batch = fc.deliver(arrays, PLAIN, total_lanes=17)
@@ -87,14 +101,14 @@ def test_deliver_compiles_once_for_batches_alike_and_their_memory_is_their_own(m
 
 def test_options_mean_what_they_mean_to_collectors():
     host = fc.SyncDataCollector(PLAIN, POLICY, frames_per_batch=30, init_random_frames=12, seed=7)
-    arrays = run(PLAIN, POLICY, POLICY.params, KEY, 10, random_steps=10)
+    arrays = program(length=10, random_steps=10)(POLICY.params, KEY)
     assert_same(fc.deliver(arrays, PLAIN), next(host))
     kept = fc.SyncDataCollector(PLAIN, POLICY, frames_per_batch=30, reset_when_done=False, seed=7)
-    arrays = run(PLAIN, POLICY, POLICY.params, KEY, 10, reset_when_done=False)
+    arrays = program(length=10, reset_when_done=False)(POLICY.params, KEY)
     assert_same(fc.deliver(arrays, PLAIN), next(kept))
     assert arrays["done"][-1].all()
     with pytest.raises(ValueError, match="give one of them"):
-        run(PLAIN, POLICY, POLICY.params, KEY, 10, reset_when_done=False, max_frames_per_traj=3)
+        program(reset_when_done=False, max_frames_per_traj=3)(POLICY.params, KEY)
 
 
 def test_a_state_that_was_not_compiled_can_be_donated():
@@ -112,7 +126,7 @@ def test_a_state_that_was_not_compiled_can_be_donated():
 def test_reset_inside_jit():
     @jax.jit
     def again(params, mask):
-        state, _ = fc.traced.rollout(PLAIN, POLICY, params, start(), 1)
+        state, _ = fc.traced.step(PLAIN, POLICY, params, start())
         return fc.traced.reset(PLAIN, state, mask), fc.traced.reset(PLAIN, state)
 
     some, every = again(POLICY.params, jnp.array([True, False, False]))
@@ -129,14 +143,13 @@ def cartpole(num_envs=4):
 
 def test_vmap_over_seeds_and_over_a_population_of_parameters_gives_each_its_own_run():
     keys, biases = jnp.stack([KEY, KEY.at[1].set(8)]), jnp.arange(3, dtype=jnp.int32)
-    many = jax.jit(jax.vmap(lambda key: run(PLAIN, POLICY, POLICY.params, key, 20)))(keys)
-    batch = fc.deliver(many, PLAIN)
-    assert batch.batch_size == (2, 3, 20)
+    batch = fc.deliver(jax.vmap(program(), (None, 0))(POLICY.params, keys), PLAIN)
+    assert batch.batch_size == (2, 3, LENGTH)
     for part, seed in zip(batch, (7, 8), strict=True):
-        assert_same(part, collect(PLAIN, POLICY, 20, seed=seed))
-    many = jax.jit(jax.vmap(lambda params: run(PLAIN, POLICY, params, KEY, 20)))(biases)
+        assert_same(part, collect(PLAIN, POLICY, LENGTH, seed=seed))
+    many = jax.vmap(program(), (0, None))(biases, KEY)
     for part, bias in zip(fc.deliver(many, PLAIN), biases, strict=True):
-        assert_same(part, collect(PLAIN, POLICY, 20, seed=7, params=bias))
+        assert_same(part, collect(PLAIN, POLICY, LENGTH, seed=7, params=bias))
 
 
 def test_a_scan_over_updates_of_the_parameters():
@@ -152,7 +165,7 @@ def test_a_scan_over_updates_of_the_parameters():
 
         return jax.lax.scan(update, (params, state), None, length=5)
 
-    (_, after), log_probs = train(policy.params, start(env, policy))
+    (_, after), log_probs = train(policy.params, jax.jit(partial(start, env, policy))())
     assert log_probs.shape == (5, 8, 4)
     assert after.frames == 160
     state, params = fc.init(env, policy, seed=7), policy.params
@@ -163,9 +176,10 @@ def test_a_scan_over_updates_of_the_parameters():
 
 
 def test_parts_of_a_run_continue_where_lanes_say():
-    whole = run(PLAIN, POLICY, POLICY.params, KEY, 12)
-    states = [start(first_lane=first, total_lanes=6) for first in (0, 3)]
-    halves = [fc.traced.rollout(PLAIN, POLICY, POLICY.params, state, 12)[1] for state in states]
+    whole = plain()
+    begin = jax.jit(lambda first: start(first_lane=first, total_lanes=6))
+    rolled = jax.jit(lambda state: fc.traced.rollout(PLAIN, POLICY, POLICY.params, state, LENGTH)[1])
+    halves = [rolled(begin(first)) for first in (0, 3)]
     np.testing.assert_array_equal(halves[0]["start"], whole["start"])
     assert not (halves[1]["start"][0] == whole["start"][0]).all(-1).any()
     both = jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *halves)
@@ -238,17 +252,17 @@ LANE = r"first_lane is .*, expected an int or an integer array \[\]"
     (lambda: start(key=jnp.zeros(4, jnp.uint32)), TypeError, r"uint32 \[4\], expected"),
     *((lambda lane=lane: start(first_lane=lane), TypeError, LANE) for lane in (1.5, jnp.arange(4), jnp.float32(1))),
     (lambda: start(first_lane=-1), ValueError, "first_lane is -1, expected at least 0"),
-    (lambda: fc.traced.rollout(PLAIN, POLICY, start(), 0, 5), TypeError, "state is 0, expected CollectorState"),
-    (lambda: fc.traced.rollout(PLAIN, POLICY, None, start(), 5), TypeError, "params is None"),
-    (lambda: fc.traced.rollout(PLAIN, POLICY, 1, start(), 0), ValueError, "length is 0"),
-    (lambda: fc.traced.step(PLAIN, POLICY, 1, start(), exploration_type="x"), TypeError, "exploration_type"),
-    (lambda: fc.traced.step(PLAIN, TORCH, None, start()), TypeError, "a torch policy, expected one that JAX can"),
-    (lambda: fc.traced.step(PLAIN, None, None, start()), TypeError, "NoneType is no policy"),
-    (lambda: fc.traced.step(PLAIN, POLICY, 1, several()), ValueError, r"the state is of \[2\] runs, expected one"),
-    (lambda: fc.traced.step(PLAIN, ROWS, 1, start()), PolicyError, r"shape \(3, 2\)"),
-    (lambda: fc.traced.reset(PLAIN, start(), [True, False]), ValueError, r"mask is bool \[2\], expected bool \[3\]"),
-    (lambda: fc.traced.reset(PLAIN, start(), jnp.ones(3, jnp.int32)), ValueError, r"mask is int32 \[3\], expected"),
-    (lambda: fc.rollout(PLAIN, POLICY, several(), 5), ValueError, r"the state is of \[2\] runs, expected one"),
+    (lambda: fc.traced.rollout(PLAIN, POLICY, begun(), 0, 5), TypeError, "state is 0, expected CollectorState"),
+    (lambda: fc.traced.rollout(PLAIN, POLICY, None, begun(), 5), TypeError, "params is None"),
+    (lambda: fc.traced.rollout(PLAIN, POLICY, 1, begun(), 0), ValueError, "length is 0"),
+    (lambda: fc.traced.step(PLAIN, POLICY, 1, begun(), exploration_type="x"), TypeError, "exploration_type"),
+    (lambda: fc.traced.step(PLAIN, TORCH, None, begun()), TypeError, "a torch policy, expected one that JAX can"),
+    (lambda: fc.traced.step(PLAIN, None, None, begun()), TypeError, "NoneType is no policy"),
+    (lambda: fc.traced.step(PLAIN, POLICY, 1, begun(2)), ValueError, r"the state is of \[2\] runs, expected one"),
+    (lambda: fc.traced.step(PLAIN, ROWS, 1, begun()), PolicyError, r"shape \(3, 2\)"),
+    (lambda: fc.traced.reset(PLAIN, begun(), [True, False]), ValueError, r"mask is bool \[2\], expected bool \[3\]"),
+    (lambda: fc.traced.reset(PLAIN, begun(), jnp.ones(3, jnp.int32)), ValueError, r"mask is int32 \[3\], expected"),
+    (lambda: fc.rollout(PLAIN, POLICY, begun(2), 5), ValueError, r"the state is of \[2\] runs, expected one"),
     (lambda: fc.deliver([1]), TypeError, r"arrays is \[1\], expected Mapping: pass the dict"),
     (lambda: fc.deliver({"action": jnp.zeros(3)}), ValueError, r"lack \['next.reward'.*pass the whole result"),
 ])  # fmt: skip

@@ -12,10 +12,13 @@ from gymnasium import spaces
 import funcollect as fc
 from tests.core.test_env_params import PARAMS, make
 from tests.support.compare import assert_same, compilations
+from tests.support.running import once
 
 KEY = jnp.array([0, 7], jnp.uint32)  # what seed=7 gives
 GAINS = jnp.array([[2.0, 3.0, 4.0], [5.0, 5.0, 6.0], [7.0, 8.0, 9.0]])  # of three updates and three lanes
 GRAVITIES = jnp.array([3.7, 9.8, 24.8])
+BLOW = make()
+PAIR = BLOW, fc.random_policy(BLOW)
 
 
 def begun(env, policy, key=KEY):
@@ -52,18 +55,15 @@ def eager(env, policy, params, levels, *, length=3, at_once=False, seed=7):
     return torch.cat(batches, 1)
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("levels", [GAINS, GAINS[:, 0]], ids=["by lane", "shared"])
+@pytest.mark.parametrize(("at_once", "levels"), once([False, True], [GAINS, GAINS[:, 0]]))
 def test_a_scan_of_updates_gives_what_the_eager_function_gives(at_once, levels):
-    env = make()
-    policy = fc.random_policy(env)
+    env, policy = PAIR
     _, arrays = jax.jit(lambda levels: train(env, policy, gain, levels, at_once=at_once))(levels)
     assert_same(fc.deliver(arrays, env).clone(), eager(env, policy, gain, levels, at_once=at_once))
 
 
 def test_vmap_over_seeds_each_with_levels_of_its_own_compiles_once():
-    env = make()
-    policy = fc.random_policy(env)
+    env, policy = PAIR
     keys, levels = jnp.stack([KEY, KEY.at[1].set(8)]), jnp.stack([GAINS, GAINS + 10])
     run = jax.jit(jax.vmap(lambda key, levels: train(env, policy, gain, levels, key=key)[1]))
     many = fc.deliver(run(keys, levels), env)
@@ -89,23 +89,17 @@ def test_gymnax_holds_for_each_lane_only_what_changes(at_once):
     assert batch["env_params", "length"].eq(env.default_params.length).all()
 
 
-def test_eager_calls_and_files_take_its_states(tmp_path):
-    env = fc.make_env("gymnax/CartPole-v1", num_envs=3, param_keys=["gravity"])
-    policy = fc.random_policy(env)
-    state, _ = jax.jit(lambda levels: train(env, policy, gravity, levels))(GRAVITIES)
+def test_eager_calls_and_files_take_its_states_and_it_takes_those_of_the_eager_function(tmp_path):
+    env, policy = PAIR
+    state, _ = jax.jit(lambda levels: train(env, policy, gain, levels))(GAINS[:, 0])
     fc.save(tmp_path / "state", state)
-    _, wanted = fc.rollout(env, policy, state, 120)
-    _, batch = fc.rollout(env, policy, fc.load(tmp_path / "state", env, policy), 120)
+    _, wanted = fc.rollout(env, policy, state, 9)
+    _, batch = fc.rollout(env, policy, fc.load(tmp_path / "state", env, policy), 9)
     assert_same(batch, wanted)
-    assert batch["env_params", "gravity"][:, -1].tolist() == pytest.approx([24.8] * 3)
-    state = fc.set_env_params(env, state, gravity(env, jnp.array([1.0, 2.0, 3.0])), at_once=True)
-    _, batch = fc.rollout(env, policy, state, 2)
-    assert batch["env_params", "gravity"][:, 0].tolist() == [1, 2, 3]
-
-
-def test_states_of_the_eager_function_go_on_inside():
-    env = make()
-    policy = fc.random_policy(env)
+    assert batch["env_params", "gain"][:, -1].tolist() == [7] * 3
+    state = fc.set_env_params(env, state, gain(env, jnp.array([1.0, 2.0, 3.0])), at_once=True)
+    _, batch = fc.rollout(env, policy, state, 9)
+    assert batch["env_params", "gain"][:, 0].tolist() == [1, 2, 3]
     state = fc.set_env_params(env, fc.init(env, policy, seed=7), gain(env, 2.0), at_once=True)
 
     @jax.jit
@@ -125,14 +119,13 @@ def test_states_of_the_eager_function_go_on_inside():
     (lambda env, state: (make(4), state, PARAMS), ValueError, "the state belongs to another environment"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_named_as_it_is_traced(call, error, message):
-    env = make()
+    env, policy = PAIR
     with pytest.raises(error, match=message):
-        jax.jit(lambda key: fc.traced.set_env_params(*call(env, begun(env, fc.random_policy(env), key))))(KEY)
+        jax.jit(lambda key: fc.traced.set_env_params(*call(env, begun(env, policy, key))))(KEY)
 
 
 def test_first_params_that_do_not_fit_and_the_eager_function_inside_of_jit():
-    env = make()
-    policy, says = fc.random_policy(env), r"gainn|params\['gain'\] has the shape .*, expected \[\], or \[3\] for one in"
+    (env, policy), says = PAIR, r"gainn|params\['gain'\] has the shape .*, expected \[\], or \[3\] for one in"
     for change in ({"gainn": 2.0}, {"gain": jnp.zeros((3, 1))}):
         with pytest.raises(ValueError, match=says):
             fc.traced.init(env, policy, None, key=KEY, env_params=PARAMS | change)
