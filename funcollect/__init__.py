@@ -110,9 +110,9 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.protocols import Exploration as Exploration
     from funcollect.protocols import Policy as Policy
     from funcollect.specs import ExplorationType as ExplorationType
-    from funcollect.trajectories.agents_as_rows import agents_as_rows as agents_as_rows
+    from funcollect.trajectories.by_agent import agents_as_rows as agents_as_rows
+    from funcollect.trajectories.by_agent import player_trajectories as player_trajectories
     from funcollect.trajectories.next_observations import next_observations as next_observations
-    from funcollect.trajectories.player_trajectories import player_trajectories as player_trajectories
     from funcollect.trajectories.returns import MultiStep as MultiStep
     from funcollect.trajectories.returns import gae as gae
     from funcollect.trajectories.returns import scale_rewards as scale_rewards

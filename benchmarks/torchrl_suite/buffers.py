@@ -148,7 +148,7 @@ def _priorities(sampler):
 
 def _highest(sampler):
     if not sampler.max_priority_within_buffer:
-        return sampler._highest
+        return sampler._highest.item()
     weight = sampler._priorities._sums[0].max() or 1.0
     return max(weight ** (1 / (float(sampler.alpha) or 1)) - sampler.eps, 0)
 

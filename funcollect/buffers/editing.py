@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from funcollect.buffers import ring
-from funcollect.buffers.samplers import numbers_of, present_in
+from funcollect.buffers.priorities import numbers_of, present_in
 from funcollect.buffers.storages import Storage
 from funcollect.buffers.storages.storage import slots_at
 from funcollect.interrupts import Uninterrupted

@@ -20,7 +20,7 @@ from funcollect.buffers.samplers import SliceSampler
 from funcollect.buffers.trajectory_index import Trajectories
 from funcollect.messages import kind_of
 from funcollect.trajectories.split import readable
-from funcollect.tree import as_path
+from funcollect.tree import key_of
 
 __all__ = ["hindsight"]
 
@@ -65,26 +65,19 @@ def hindsight(
     if isinstance(buffer.sampler, SliceSampler) or getattr(buffer.sampler, "returns", None) is not None:
         what = f"buffer has the sampler {buffer.sampler}, expected one of single frames with their own rewards"
         raise ValueError(f"{what}: build it with a RandomSampler or a PrioritizedSampler, without n_steps")
-    buffer.relabel_by(_Hindsight(k, strategy, reward), Trajectories())
-    return buffer
 
-
-@dataclass(frozen=True)
-class _Hindsight:
-    k: int
-    strategy: str
-    reward: Reward
-
-    def __call__(self, memory: BufferView, drawn: SampleIndices, random_source: RandomSource) -> SampleIndices:
-        """The sample with some frames more, those of new goals."""
+    def relabel(memory: BufferView, drawn: SampleIndices, random_source: RandomSource) -> SampleIndices:
         index, own = trajectory_index_of(memory), torch.as_tensor(drawn.slots).numpy(force=True)
-        rows = np.flatnonzero(random_source.uniform(len(own)) * (self.k + 1) < self.k)
+        rows = np.flatnonzero(random_source.uniform(len(own)) * (k + 1) < k)
         trajectory, position = index.places(own[rows])
         first, stop = index.first.take(trajectory), index.stop.take(trajectory)
-        begin = {"future": position, "final": stop - 1, "episode": first}[self.strategy]
+        begin = {"future": position, "final": stop - 1, "episode": first}[strategy]
         goal = begin + (random_source.uniform(len(rows)) * (stop - begin)).astype(np.int64)
         slots, taken = np.concatenate([own, index.get(trajectory, goal)]), own if drawn.taken is None else drawn.taken
-        return _Relabelled(slots=slots, taken=taken, info=drawn.info, of=drawn, rows=rows, reward=self.reward)
+        return _Relabelled(slots=slots, taken=taken, info=drawn.info, of=drawn, rows=rows, reward=reward)
+
+    buffer.relabel_by(relabel, Trajectories())
+    return buffer
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,11 +91,9 @@ class _Relabelled(WiderIndices):
     def finish(self, batch: Any) -> Any:
         if not isinstance(batch, TensorDictBase):
             raise TypeError(f"the frames are {kind_of(batch)}, which have no goals: store TensorDicts")
-        held = batch.keys(True, True)
-        if missing := [
-            key for key in (_GOAL, ("next", _GOAL), ("next", _ACHIEVED), ("next", "reward")) if key not in held
-        ]:
-            what = f"the frames have no {[*map(readable, map(as_path, missing))]}, they have {sorted(map(str, held))}"
+        held, needed = batch.keys(True, True), [(_GOAL,), ("next", _GOAL), ("next", _ACHIEVED), ("next", "reward")]
+        if missing := [readable(path) for path in needed if key_of(path) not in held]:
+            what = f"the frames have no {missing}, they have {sorted(map(str, held))}"
             raise ValueError(f"{what}: collect from an environment whose observations are dicts with goals")
         rows, count = torch.from_numpy(self.rows).to(batch.device), len(self.of.slots)
         frames, goals = self.of.finish(batch[:count]), batch["next", _ACHIEVED][count:]

@@ -263,9 +263,7 @@ class Slices:
             most = self.slice_len - 1
             raise ValueError(f"span is {self.span}, slices have {self.slice_len} frames: pass 0 to {most}, or True")
         if any(missing) and self.rows > self.slice_len:
-            raise ValueError(
-                f"span is {self.span} with burn_in or bootstrap, expected one of them: leave the other out"
-            )
+            raise ValueError(f"span is {self.span} with burn_in or bootstrap, expected one of them: leave one out")
         if missing[0] and self.over == "windows":
             raise ValueError(f"span is {self.span}, but windows begin in their trajectory: pass (False, {missing[1]})")
 
@@ -350,16 +348,13 @@ class Slices:
         stop, own = index.stop.take(trajectory) if end is None else end, begin
         if self.rows > self.slice_len:
             own_stop = np.minimum(own + self.slice_len, stop)
-            begin, stop = (
-                np.maximum(own - self.burn_in, index.first.take(trajectory)),
-                np.minimum(own_stop + self.bootstrap, stop),
-            )
+            begin = np.maximum(own - self.burn_in, index.first.take(trajectory))
+            stop = np.minimum(own_stop + self.bootstrap, stop)
         position = begin[:, None] + np.arange(self.rows)
         slots = index.get(trajectory[:, None], np.minimum(position, stop[:, None] - 1)).reshape(-1)
         last_rows = np.arange(-1, len(slots) - 1, self.rows) + np.minimum(stop - begin, self.rows)
-        drawn = SampleIndices(
-            slots=slots, mask=(position < stop[:, None]).reshape(-1), spec=self, first=first, last=last_rows
-        )
+        mask = (position < stop[:, None]).reshape(-1)
+        drawn = SampleIndices(slots=slots, mask=mask, spec=self, first=first, last=last_rows)
         if self.rows > self.slice_len:
             before = position < own[:, None]
             drawn.marks = {_BURN_IN: before.reshape(-1), _LEARN: (~before & (position < own_stop[:, None])).reshape(-1)}

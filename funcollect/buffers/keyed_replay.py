@@ -14,8 +14,9 @@ from typing_extensions import override
 
 from funcollect.buffers.editing import WRITTEN
 from funcollect.buffers.keywords import part_of
+from funcollect.buffers.priorities import check_priorities
 from funcollect.buffers.replay import ReplayBuffer
-from funcollect.buffers.samplers import PrioritizedSampler, check_priorities
+from funcollect.buffers.samplers import PrioritizedSampler
 from funcollect.buffers.storages import ListStorage
 from funcollect.messages import kind_of
 
@@ -70,9 +71,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def _reduced(self, priority: Tensor, count: int) -> Tensor:
         if priority.numel() % count:
-            raise ValueError(
-                f"{self.priority_key} has shape {list(priority.shape)} for {count} frames: set priority_key="
-            )
+            what = f"{self.priority_key} has shape {list(priority.shape)} for {count} frames"
+            raise ValueError(f"{what}: set priority_key=")
         rows, how = priority.detach().reshape(count, -1).double(), getattr(self.sampler, "reduction", "max")
         reduced = getattr(torch, {"max": "amax", "min": "amin"}.get(how, how))(rows, 1)
         return reduced if isinstance(reduced, Tensor) else reduced.values

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import numpy as np
 import torch
 
 from funcollect.arguments import check_function, check_kind, check_optional_positive
-from funcollect.buffers import Bools, Ints
-from funcollect.buffers.indices import SampleIndices, SampleSpec, Slices, from_generator, wanted_size
+from funcollect.buffers.indices import from_generator, wanted_size
 from funcollect.buffers.samplers import RandomSampler, SliceSampler
 from funcollect.buffers.storages.packed_rows import RowLayout, gather
 from funcollect.buffers.storages.row_storages import RowsFile, attach
@@ -26,7 +24,7 @@ __all__ = ["ReplayReader"]
 class ReplayReader:
     """Samples from the `LazyMemmapStorage` of another process, while that process writes or after it was killed.
 
-    A sample never contains part of a frame: frames that were overwritten while they were read are drawn again. Each
+    A sample never contains part of a frame: if frames were overwritten while they were read, it is drawn again. Each
     sample is drawn from the frames that are stored at that moment. Slices follow trajectories by the frames' ids, which
     have to be unique across lanes. Readers disturb neither each other nor the writer.
 
@@ -77,29 +75,17 @@ class ReplayReader:
 
     def sample(self, batch_size: int | None = None) -> Any:
         """A random batch of frames, copied; see `ReplayBuffer.sample`."""
-        spec = self.sampler.spec(wanted_size(batch_size, self.batch_size))
-        padded = isinstance(spec, Slices) and spec.pad_output
-        drawn, numbers = self._draw(spec)
+        spec, view = self.sampler.spec(wanted_size(batch_size, self.batch_size)), self._view
         while True:
-            sample = drawn if padded else drawn.shortened()
-            batch = self._unpack(gather(self._records, sample.slots, sample.mask))
-            gone = np.any(numbers < self._file.oldest, axis=1)  # may have been overwritten while they were read
-            if not gone.any():
-                batch = sample.finish(batch)
+            view.follow()
+            drawn = spec.draw(view, self._random_source)
+            distance = drawn.slots if view.index is None else (drawn.slots - view.oldest) % view.capacity
+            numbers = view.oldest + distance  # of the frames; without an index, distances from the oldest were drawn
+            drawn.slots = numbers % view.capacity
+            batch = self._unpack(gather(self._records, drawn.slots, drawn.mask))
+            if (numbers >= self._file.oldest).all():  # else some may have been overwritten while they were read
+                batch = drawn.finish(batch)
                 return batch if self.sample_transform is None else self.sample_transform(batch)
-            other, others = self._draw(spec)
-            drawn, numbers = _redrawn(drawn, other, gone), np.where(gone[:, None], others, numbers)
-
-    def _draw(self, spec: SampleSpec) -> tuple[SampleIndices, Ints]:
-        """A sample, and the numbers of its frames [slices, slice_len]; single frames are slices of length 1."""
-        view, length = self._view, 1
-        view.follow()
-        if isinstance(spec, Slices):  # short slices are padded, so that all are equally long
-            spec, length = replace(spec, pad_output=spec.ragged), spec.rows
-        drawn = spec.draw(view, self._random_source)
-        distance = drawn.slots if view.index is None else (drawn.slots - view.oldest) % view.capacity
-        numbers = view.oldest + distance  # of the frames; without an index, distances from the oldest were drawn
-        return replace(drawn, slots=numbers % view.capacity), numbers.reshape(-1, length)
 
     def __iter__(self) -> Iterator[Any]:
         """Endless samples."""
@@ -146,14 +132,3 @@ class FileView:
                 break
             oldest, written = self._file.span
         self.oldest, self.written = oldest, written
-
-
-def _redrawn(drawn: SampleIndices, other: SampleIndices, gone: Bools) -> SampleIndices:
-    """A sample in which the slices marked by `gone` [slices] are replaced by those of another sample."""
-    rows, mask, last = gone.repeat(len(drawn.slots) // len(gone)), drawn.mask, drawn.last
-    if mask is not None and other.mask is not None:
-        mask = np.where(rows, other.mask, mask)
-    if isinstance(last, np.ndarray) and isinstance(other.last, np.ndarray):
-        last = np.where(gone, other.last, last)
-    marks = {path: np.where(rows, other.marks[path], flags) for path, flags in drawn.marks.items()}
-    return replace(drawn, slots=np.where(rows, other.slots, drawn.slots), mask=mask, last=last, marks=marks)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from funcollect.arguments import check_count, check_flags, check_function, check_kind, check_optional_positive
 from funcollect.buffers import Ints, dumping, ring
-from funcollect.buffers.device_priorities import move_to
 from funcollect.buffers.editing import WRITTEN, FramesByIndex
 from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Sampler, from_generator, wanted_size
 from funcollect.buffers.keywords import OWNERS, part_of, takes_foreign
@@ -89,8 +88,9 @@ class ReplayBuffer(FramesByIndex):
             if function is not None:
                 check_function(name, function, "a function of a batch", 1)
         self.sampler.fit(self.storage.max_size)
-        if type(self.storage) is LazyTensorStorage and self.storage.device.type != "cpu":
-            move_to(self.storage.device, self.sampler)
+        there = type(self.storage) is LazyTensorStorage and self.storage.device.type != "cpu"
+        if there and isinstance(self.sampler, PrioritizedSampler):
+            self.sampler.move_to(self.storage.device)
         self.transform, self.collate_fn, self.sample_transform = transform, collate_fn, sample_transform
         self.relabel: Relabel | None = None  # of `hindsight`
         self.batch_size, self.generator = batch_size, generator

@@ -1,22 +1,19 @@
-"""Samplers for `ReplayBuffer`, which choose the frames of a sample; here those that draw by priority."""
+"""Samplers for `ReplayBuffer`, which choose the frames of a sample; here those that draw by priority or by age."""
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from tensordict import is_tensor_collection
+from torch import Tensor
 from typing_extensions import override
 
-from funcollect.arguments import check_choice, check_flags, check_not_given, check_number, check_positive
+from funcollect.arguments import check_choice, check_count, check_flags, check_not_given, check_number, check_positive
 from funcollect.buffers import Arrays, Bools, Floats, Ints, indices
 from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Sampler
-from funcollect.buffers.recent_sampler import RecentSampler
+from funcollect.buffers.priorities import DeviceSums, SumTree, check_priorities, later, numbers_of, present_in
 from funcollect.buffers.trajectory_index import Trajectories
 from funcollect.buffers.uniform_samplers import (
     MultiStepSampler,
@@ -27,7 +24,7 @@ from funcollect.buffers.uniform_samplers import (
     returns_of,
     takes_replacement,
 )
-from funcollect.messages import shown
+from funcollect.trajectories.split import VERSION, readable
 from funcollect.tree import Path
 
 __all__ = [
@@ -35,145 +32,8 @@ __all__ = [
     "Sampler", "SamplerWithoutReplacement", "SliceSampler", "SliceSamplerWithoutReplacement",
 ]  # fmt: skip
 
-
-_WIDTH = 16  # of the blocks in a `SumTree`; 32 and 64 are slower
-_MOST_AT_TOP = 1 << 14  # numbers whose running sums are made again after each change
-
-
-class SumTree:
-    """A weight of at least 0 for each of `capacity` slots. Weights are 0 at first, and a slot of weight 0 is not drawn.
-
-    Blocks of weights have sums, blocks of these sums again, until few enough numbers are left that all their running
-    sums are made again after a change. A buffer of a million frames needs two levels above the weights.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        sizes = [capacity]
-        while sizes[-1] > _MOST_AT_TOP:
-            sizes[-1] += -sizes[-1] % _WIDTH
-            sizes.append(sizes[-1] // _WIDTH)
-        # Each list has one array per level, the weights of the slots first.
-        self._sums: list[Floats] = [np.zeros(size) for size in sizes]
-        self._least: list[Floats] = [np.full(size, np.inf) for size in sizes]  # positive weight below each, if any
-        self._top: Floats | None = None  # 0 and the running sums of the last level, until a weight changes
-
-    def put(self, slots: Ints, weights: Floats) -> None:
-        """Set the weights of slots; if a slot is repeated, its last weight counts."""
-        self._top = None
-        self._sums[0][slots] = weights
-        self._least[0][slots] = np.where(weights > 0, weights, np.inf)
-        block = slots
-        for (sums, least), (above, least_above) in pairwise(zip(self._sums, self._least, strict=True)):
-            block = block // _WIDTH  # the same one may come several times
-            # `reduce` is what `sum` and `min` call, but sooner.
-            above[block] = np.add.reduce(sums.reshape(-1, _WIDTH).take(block, axis=0), axis=1)
-            least_above[block] = np.minimum.reduce(least.reshape(-1, _WIDTH).take(block, axis=0), axis=1)
-
-    def get(self, slots: Ints) -> Floats:
-        """The weights of slots."""
-        return self._sums[0].take(slots)
-
-    @property
-    def _running(self) -> Floats:
-        if self._top is None:
-            self._top = np.empty(len(self._sums[-1]) + 1)
-            self._top[0] = 0.0
-            torch.cumsum(torch.from_numpy(self._sums[-1]), -1, out=torch.from_numpy(self._top[1:]))
-        return self._top
-
-    @property
-    def total(self) -> float:
-        """The sum of all weights."""
-        return float(self._running[-1])
-
-    @property
-    def least(self) -> float:
-        """The least positive weight; infinite if there is none."""
-        return float(np.minimum.reduce(self._least[-1]))
-
-    def find(self, places: Floats) -> Ints:
-        """The slots at the given places in ``[0, 1)``, if all weights are laid end to end on that interval."""
-        upto = self._running
-        rest = np.minimum(places * upto[-1], math.nextafter(upto[-1], 0.0))
-        order = rest.argsort()  # sorted places are found sooner, by more than it takes to sort them
-        found = np.empty(len(rest), np.int64)
-        found[order] = upto.searchsorted(rest[order], side="right") - 1
-        rest -= upto.take(found)
-        rows, each = np.zeros((len(places), _WIDTH + 1)), np.arange(len(places))
-        ends = torch.from_numpy(rows[:, 1:])
-        for sums in self._sums[-2::-1]:
-            some = torch.from_numpy(sums.reshape(-1, _WIDTH).take(found, axis=0))
-            torch.cumsum(some, -1, out=ends)  # which takes a third of NumPy's time
-            # Rounding must not move a place past the end of its block, where the next slot may have the weight 0.
-            rest = np.minimum(rest, np.nextafter(rows[:, -1], 0.0))
-            child = (rows[:, 1:] > rest[:, None]).argmax(axis=1)
-            rest -= rows[each, child]
-            found = found * _WIDTH + child
-        return found
-
-    def find_among(self, slots: Ints, places: Floats) -> Ints:
-        """The same over the weights of `slots` [M] alone; ValueError if all of them are 0."""
-        upto = self.get(slots).cumsum()
-        if not upto[-1] > 0:
-            raise ValueError("every frame at which a slice can begin has priority 0: give some frame a positive one")
-        places = np.minimum(places * upto[-1], math.nextafter(upto[-1], 0.0))
-        return slots[np.searchsorted(upto, places, side="right")]
-
-
-def numbers_of(name: str, values: Any, kinds: str) -> npt.NDArray[Any]:
-    """The values as an array ``[N]``; TypeError unless its dtype is of one of these kinds."""
-    wanted = "integers: slots" if kinds == "iu" else "numbers: one for each frame, or one for all"
-    try:
-        array = torch.as_tensor(values).detach().cpu()
-        numbers = (array.float() if array.dtype == torch.bfloat16 else array).numpy().reshape(-1)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} is {shown(values)}, expected {wanted}") from error
-    if numbers.dtype.kind not in kinds and (numbers.size or is_tensor_collection(values)):
-        raise TypeError(f"{name} is {numbers.dtype if numbers.size else type(values).__name__}, expected {wanted}")
-    return numbers
-
-
-def later(written: Any, now: int, count: int) -> Any:
-    """How many frames were written after these numbers of frames, one or [N]; ValueError for impossible ones."""
-    least = most = written
-    if type(written) is not int:
-        written = numbers_of("written", written, "iu").astype(np.int64)
-        if len(written) not in (1, count):
-            raise ValueError(f"written has {len(written)} numbers for {count} frames: give one for each, or for all")
-        least, most = written.min(initial=now), written.max(initial=0)
-    if not 0 <= least <= most <= now:
-        raise ValueError(f"written is {shown(written)}, expected 0 to {now}, the frames so far: pass written_at(index)")
-    return now - written
-
-
-def present_in(memory: BufferView, slots: Ints, written: Any, before: int) -> Bools | None:
-    """Whether the frames that were in `slots` [N] are still there; None if all are. Those of -1 are not.
-
-    They were there when a buffer had been given `written` frames, one number or [N], or None if they are there now. The
-    ring began after `before` of them. ValueError for slots that have no frame, and for an impossible `written`.
-    """
-    after = 0 if written is None else later(written, before + memory.written, len(slots))
-    late = bool(np.any(after > 0)) if isinstance(after, np.ndarray) else after > 0
-    if not len(slots) or (not late and slots.view(np.uint64).max() < len(memory)):  # a negative one is huge there
-        return None
-    present: Bools = slots != -1
-    if late:  # the frame that a slot held then is still there
-        present &= ((memory.written - 1 - slots) % memory.capacity >= after) & (after < memory.written)
-    rest = slots[present]
-    if len(rest) and rest.view(np.uint64).max() >= len(memory):
-        what = f"index holds slots from {rest.min()} to {rest.max()}"
-        where = f"the buffer has frames in 0 … {len(memory) - 1}"
-        raise ValueError(f'{what}, {where}: give slots that extend returned, or those in info["index"]')
-    return present
-
-
-def check_priorities(given: Floats) -> float:
-    """The highest of these priorities; ValueError for one that is negative or not finite."""
-    lowest, highest = (float(given.min()), float(given.max())) if len(given) else (0.0, 0.0)
-    if not (lowest >= 0 and highest < np.inf):
-        what = f"priorities lie between {lowest} and {highest}, expected finite numbers of at least 0"
-        raise ValueError(f"{what}: give for example the absolute TD error")
-    return highest
+_LARGEST = torch.finfo(torch.float64).max
+_NO_VERSION = np.iinfo(np.int64).min
 
 
 class PrioritizedSampler(RandomSampler):
@@ -208,8 +68,8 @@ class PrioritizedSampler(RandomSampler):
     def __init__(
         self,
         max_capacity: int,
-        alpha: float | torch.Tensor,
-        beta: float | torch.Tensor,
+        alpha: float | Tensor,
+        beta: float | Tensor,
         eps: float = 1e-8,
         *,
         max_priority_within_buffer: bool = False,
@@ -226,6 +86,7 @@ class PrioritizedSampler(RandomSampler):
         check_choice("reduction", reduction, ("max", "min", "mean", "median"))
         self.max_capacity, self._alpha, self.beta, self.eps = max_capacity, alpha, beta, eps
         self.max_priority_within_buffer, self.reduction = max_priority_within_buffer, reduction
+        self._device: torch.device | None = None  # None for the host
         if (returns := returns_of(n_steps, gamma)) is not None:
             self.returns, self.trajectories = returns, Trajectories(traj_key=traj_key, end_key=end_key)
         elif not traj_key is end_key is None:
@@ -233,7 +94,7 @@ class PrioritizedSampler(RandomSampler):
         self.load({})
 
     @property
-    def alpha(self) -> float | torch.Tensor:
+    def alpha(self) -> float | Tensor:
         """The exponent of priorities. A new one applies to those that are stored; from 0 on, these count as 1.
 
         It must not be changed while another thread extends the buffer, which `collector.pause()` prevents.
@@ -241,7 +102,7 @@ class PrioritizedSampler(RandomSampler):
         return self._alpha
 
     @alpha.setter
-    def alpha(self, alpha: float | torch.Tensor) -> None:
+    def alpha(self, alpha: float | Tensor) -> None:
         _check_exponent("alpha", alpha)
         if self._alpha > 0:
             weights, highest = self.stored()
@@ -254,15 +115,20 @@ class PrioritizedSampler(RandomSampler):
         if capacity > self.max_capacity:
             raise ValueError(f"max_capacity is {self.max_capacity}, the storage holds {capacity} frames: give as many")
 
+    def move_to(self, device: torch.device) -> None:
+        """Keep the priorities on the storage's device, unless trajectories are needed, whose index is on the host."""
+        if type(self) is PrioritizedSampler and self.returns is None:
+            stored, self._device = self.stored(), device
+            self.begin(*stored)
+
     @override
     def extended(self, memory: BufferView, slots: Ints) -> None:
-        held = slots[slots >= 0]
+        held, sums, weight = slots[slots >= 0], self._priorities, self._weights(self._highest)
         if self.max_priority_within_buffer:
-            self._priorities.put(held, np.zeros(len(held)))
-            most = self._priorities.get(np.arange(self.max_capacity)).max() or self._weights(np.ones(1))
-            self._priorities.put(held, np.broadcast_to(most, len(held)))
-        else:
-            self._priorities.put(held, self._weights(np.full(len(held), self._highest)))
+            sums.put(held, sums.xp.zeros_like(weight))
+            most = sums.weights.max()
+            weight = sums.xp.where(most > 0, most, self._weights(sums.xp.ones_like(weight)))
+        sums.put(held, weight)
 
     @override
     def state(self) -> Arrays:
@@ -279,15 +145,23 @@ class PrioritizedSampler(RandomSampler):
 
     def stored(self) -> tuple[Floats, float]:
         """The weights of all slots, and the highest priority given."""
-        return self._priorities.get(np.arange(self.max_capacity)), self._highest
+        return torch.as_tensor(self._priorities.weights).numpy(force=True).copy(), self._highest.item()
 
     def begin(self, weights: Floats, highest: float) -> None:
         """Begin with these weights of the first slots."""
-        self._priorities, self._highest = SumTree(self.max_capacity), highest
-        self._priorities.put(np.arange(len(weights)), weights)
+        sums: Any = SumTree(self.max_capacity)
+        self._highest: Any = np.array([highest])
+        if self._device is not None:
+            sums = DeviceSums(self.max_capacity, self._device)
+            self._highest = sums.moved(self._highest)
+        sums.put(np.arange(len(weights)), weights)
+        self._priorities = sums
 
     def update_priority(self, memory: BufferView, index: Any, priority: Any, written: Any, before: int) -> None:
         """See `ReplayBuffer.update_priority`; `memory` is the buffer's ring, which began after `before` frames."""
+        if self._device is not None:
+            self._update_there(memory, index, priority, written, before)
+            return
         slots = numbers_of("index", index, "iu").astype(np.int64)
         given = numbers_of("priority", priority, "fiub").astype(np.float64)
         if len(given) not in (1, len(slots)):
@@ -297,10 +171,27 @@ class PrioritizedSampler(RandomSampler):
         highest = check_priorities(given)
         if len(slots):
             self._priorities.put(slots, self._weights(given))
-            self._highest = max(self._highest, highest)
+            if highest > self._highest:
+                self._highest = np.array([highest])
 
-    def _weights(self, priority: Floats) -> Floats:
-        return np.asarray((priority + self.eps) ** float(self.alpha))
+    def _update_there(self, memory: BufferView, index: Any, priority: Any, written: Any, before: int) -> None:
+        """The same on a device: priorities that are negative or not finite are ignored, so that nothing waits."""
+        sums, device = self._priorities, self._device
+        slots = torch.as_tensor(index, device=device).reshape(-1).long()
+        given = torch.as_tensor(priority, device=device).detach().reshape(-1).double()
+        if len(given) not in (1, len(slots)):
+            raise ValueError(f"{len(given)} priorities are given for {len(slots)} frames: give one each, or for all")
+        after: Any = 0 if written is None else later(written, before + memory.written, len(slots))
+        after = sums.moved(after) if isinstance(after, np.ndarray) else after
+        kept = (slots >= 0) & (slots < len(memory)) & (given >= 0) & (given <= _LARGEST)
+        kept &= (memory.written - 1 - slots) % memory.capacity >= after
+        kept &= after < memory.written
+        slots = slots.clamp(0, self.max_capacity - 1)
+        sums.put(slots, torch.where(kept, self._weights(given), sums.get(slots)))
+        self._highest = torch.cat([self._highest, torch.where(kept, given, 0.0)]).amax(0, keepdim=True)
+
+    def _weights(self, priority: Any) -> Any:
+        return (priority + self.eps) ** float(self.alpha)
 
     def _check(self, memory: BufferView) -> None:
         indices.check_filled(memory)
@@ -314,17 +205,17 @@ class PrioritizedSampler(RandomSampler):
         drawn = SampleIndices(slots=slots, info={"priority_weight": self._corrections(slots)})
         return drawn if self.returns is None else self.with_returns(memory, drawn)
 
-    def _corrections(self, slots: Ints) -> torch.Tensor:
+    def _corrections(self, slots: Ints) -> Tensor:
         """The importance weights [N] float32 of the frames in `slots` [N]."""
-        ratio = self._priorities.get(slots) / self._priorities.least
-        return torch.from_numpy((ratio ** -float(self.beta)).astype(np.float32))
+        weights = (self._priorities.get(slots) / self._priorities.least) ** -float(self.beta)
+        return weights.float() if isinstance(weights, Tensor) else torch.from_numpy(weights.astype(np.float32))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_capacity={self.max_capacity}, alpha={self.alpha}, beta={self.beta})"
 
 
-def _check_exponent(name: str, value: float | torch.Tensor) -> None:
-    check_number(name, value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value)
+def _check_exponent(name: str, value: float | Tensor) -> None:
+    check_number(name, value.item() if isinstance(value, Tensor) and value.ndim == 0 else value)
 
 
 class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
@@ -346,8 +237,8 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     def __init__(
         self,
         max_capacity: int,
-        alpha: float | torch.Tensor,
-        beta: float | torch.Tensor,
+        alpha: float | Tensor,
+        beta: float | Tensor,
         eps: float = 1e-8,
         *,
         max_priority_within_buffer: bool = False,
@@ -373,3 +264,104 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     def __repr__(self) -> str:
         return f"{PrioritizedSampler.__repr__(self)[:-1]}, {super().__repr__().partition('(')[2]}"
+
+
+class RecentSampler(RandomSampler):
+    """Single frames whose weights are at most so many versions old, drawn uniformly, by ``collector.policy_version``.
+
+    Ages count from the newest version that the buffer has had, or from `policy_version`, if that is set: a learner that
+    is ahead of its workers sets ``sampler.policy_version = collector.policy_version``. Raises TypeError or ValueError
+    for bad arguments; a sample raises ValueError if there is no such frame.
+
+    Args:
+        max_age: the largest difference of versions; None for any.
+        once: whether a frame is drawn only once, for data that should be on policy. The last sample may have fewer
+            frames, and iteration ends there; ``sampler.ran_out(1)`` is True until the buffer is extended.
+
+    >>> import funcollect as fc, torch
+    >>> from tensordict import TensorDict
+    >>> buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(100), sampler=RecentSampler(max_age=1), batch_size=50)
+    >>> indices = buffer.extend(TensorDict({"collector": {"policy_version": torch.arange(9) // 3}}, [9]))
+    >>> buffer.sample()["collector", "policy_version"].unique()
+    tensor([1, 2])
+    """
+
+    @takes_replacement
+    def __init__(self, *, max_age: int | None = None, once: bool = False) -> None:
+        if max_age is not None:
+            check_count("max_age", max_age)
+        check_flags(once=once)
+        self.max_age, self.once = max_age, once
+        self.policy_version: int | None = None  # from which ages count
+        self._versions: Ints  # by slot
+        self._used: Bools  # by slot
+        self._newest: int  # version so far
+        self._read: int  # the number of frames whose versions were read
+        self._left: Ints | None  # with `once`: the slots of a round, which begins as frames come in
+        self.load({})
+
+    @override
+    def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
+        size, below = indices.check_filled(memory), random_source.below
+        self._follow(memory)
+        if self.once:
+            if self._left is None:
+                left = np.flatnonzero(~self._used[:size])
+                self._left = left[random_source.permutation(len(left))]
+            left = self._left[self._young(self._left)]
+            slots, self._left = left[:batch_size], left[batch_size:]
+            self._used[slots] = True
+        else:
+            tried, again = below(size, 2 * batch_size), lambda some, count: some[below(len(some), count)]
+            slots = indices.completed(tried, batch_size, size, self._young, again)
+        if not len(slots):
+            what = f"{self} has no frame left" if self.once else f"no frame is at most {self.max_age} versions old"
+            raise ValueError(f"{what}, expected at least one: extend the buffer first")
+        return SampleIndices(slots=slots)
+
+    def _follow(self, memory: BufferView) -> None:
+        """Read the versions of the frames that were written since the last time."""
+        if len(self._versions) != memory.capacity:
+            self._versions, self._used = np.zeros(memory.capacity, np.int64), np.zeros(memory.capacity, np.bool_)
+        slots = np.arange(max(self._read, memory.written - len(memory)), memory.written) % memory.capacity
+        if self.max_age is not None and len(slots):
+            columns = cast(Any, memory).storage.numbers(slots)  # a reader, whose view has none, takes other samplers
+            if (column := columns.get(VERSION)) is None:
+                what = f"frames have the numbers {sorted(map(readable, columns))}, expected {readable(VERSION)}"
+                raise ValueError(f"{what}: store batches of collectors whole, or pass max_age=None")
+            self._versions[slots], self._newest = column.numpy(), max(self._newest, int(column.max()))
+        self._used[slots], self._read = False, memory.written
+
+    def _young(self, slots: Ints) -> Bools:
+        newest = self._newest if self.policy_version is None else self.policy_version
+        least = _NO_VERSION if self.max_age is None else newest - self.max_age
+        return np.asarray(self._versions.take(slots) >= least)
+
+    @override
+    def ran_out(self, batch_size: int) -> bool:
+        return self.once and self._left is not None and not self._young(self._left).any()
+
+    @override
+    def extended(self, memory: BufferView, slots: Ints) -> None:
+        self._left = None
+
+    @override
+    def give_back(self, drawn: SampleIndices) -> None:
+        slots = drawn.slots if drawn.taken is None else drawn.taken
+        if self.once:
+            self._used[slots] = False
+            self._left = None if self._left is None else np.concatenate([slots, self._left])
+
+    @override
+    def state(self) -> Arrays:
+        left = {} if self._left is None else {"left": self._left}
+        return {"versions": self._versions, "used": self._used, "counts": np.array([self._newest, self._read]), **left}
+
+    @override
+    def load(self, state: Arrays) -> None:
+        self._versions, self._used = state.get("versions", np.zeros(0, np.int64)), state.get("used", np.zeros(0, bool))
+        self._newest, self._read = state.get("counts", np.array([_NO_VERSION, 0])).tolist()
+        self._left = state.get("left")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(max_age={self.max_age}, once={self.once})"

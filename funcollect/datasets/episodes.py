@@ -185,9 +185,7 @@ def from_arrays(arrays: Mapping[str, Any] | str | os.PathLike[str]) -> TensorDic
     check_kind("arrays", arrays, (Mapping, str, os.PathLike), "pass a dict of arrays, or the path of an HDF5 file")
     if not isinstance(arrays, Mapping):
         if not FilePath(arrays).is_file():
-            raise FileNotFoundError(
-                f"arrays is {str(arrays)!r}, where no file is, expected one of HDF5: check the path"
-            )
+            raise FileNotFoundError(f"arrays is {str(arrays)!r}, where no file is, expected HDF5: check the path")
         with extra("h5py").File(arrays, "r") as file:
             return from_arrays(file)
     columns = _named(arrays)

@@ -41,7 +41,8 @@ def to_hf(
     check_kind("folder", folder, (str, os.PathLike, type(None)), "pass a folder, or leave it out")
     root, library, tables = None if folder is None else FilePath(folder), extra("datasets"), []
     for number, part in enumerate(parts_of(batches, ..., None, frames_per_part, root)):
-        flat = {path: each[:, 0] if _is_number(path, each) else each for path, each in part.columns.items()}
+        single = {path for path in _NUMBERS & part.columns.keys() if part.columns[path].shape[1:] == (1,)}
+        flat = {path: each[:, 0] if path in single else each for path, each in part.columns.items()}
         rows = extra("pyarrow").table({".".join(path): to_arrow(each) for path, each in flat.items()})
         tables.append(library.Dataset(rows))
         if root is not None:
@@ -76,10 +77,6 @@ def from_hf(dataset: Any, *, frames_per_batch: int = 10_000) -> Iterator[TensorD
         raise ValueError(f"dataset lacks the columns {missing}, it has {dataset.column_names}: rename them")
     rows = dataset.with_format("arrow")
     return (_batch(rows[start : start + frames_per_batch]) for start in range(0, len(dataset), frames_per_batch))
-
-
-def _is_number(path: tuple[str, ...], leaf: Array) -> bool:
-    return path in _NUMBERS and leaf.shape[1:] == (1,)
 
 
 def _batch(table: Any) -> TensorDict:

@@ -43,11 +43,8 @@ from funcollect.tree import Path
 
 _CHUNK = 1_000  # files in a folder
 _FILE = "chunk-{chunk_index:03d}/file-{file_index:03d}"
-_DATA, _EPISODES, _VIDEO = (
-    f"data/{_FILE}.parquet",
-    f"meta/episodes/{_FILE}.parquet",
-    f"videos/{{video_key}}/{_FILE}.mp4",
-)
+_DATA, _EPISODES = f"data/{_FILE}.parquet", f"meta/episodes/{_FILE}.parquet"
+_VIDEO = f"videos/{{video_key}}/{_FILE}.mp4"
 _PICTURES = ("image", "video")
 
 
@@ -121,12 +118,8 @@ class _Writer:
         columns |= {".".join(path): leaves[path][:, 0] for path in (REWARD, DONE, TERMINATED, TRUNCATED)}
         columns |= {".".join(path): each for path, each in leaves.items() if path[:2] == INFO}
         step = np.arange(count) - (ends - lengths).repeat(lengths)
-        columns |= {
-            "timestamp": (step / fps).astype(np.float32),
-            "frame_index": step,
-            "task_index": np.zeros_like(step),
-        }
-        columns["index"] = frames + np.arange(count)
+        columns["timestamp"], columns["frame_index"] = (step / fps).astype(np.float32), step
+        columns["task_index"], columns["index"] = np.zeros_like(step), frames + np.arange(count)
         columns["episode_index"] = episodes + np.arange(len(ends)).repeat(lengths)
         for name, each in columns.items():
             features.setdefault(name, self._feature(name, each))
@@ -139,10 +132,8 @@ class _Writer:
         for where in ("data", "meta/episodes", *(f"videos/{name}" for name in films)):
             about |= {f"{where}/{key}": np.full(len(ends), each) for key, each in place.items()}
         for name in films:
-            about |= {
-                f"videos/{name}/from_timestamp": (ends - lengths) / fps,
-                f"videos/{name}/to_timestamp": ends / fps,
-            }
+            about[f"videos/{name}/from_timestamp"] = (ends - lengths) / fps
+            about[f"videos/{name}/to_timestamp"] = ends / fps
             with film(self._root / _VIDEO.format(video_key=name, **place), fps, lossless=True) as add:
                 for picture in columns.pop(name):
                     add(picture)
@@ -153,10 +144,8 @@ class _Writer:
         self.info |= {"total_frames": frames + count, "total_episodes": episodes + len(ends)}
         self.info["splits"] = {"train": f"0:{episodes + len(ends)}"}
         if not number:
-            tasks = extra("pandas").DataFrame(
-                {"task_index": [0]}, index=extra("pandas").Index([self._task], name="task")
-            )
-            tasks.to_parquet(self._root / "meta" / "tasks.parquet")
+            row = extra("pandas").Index([self._task], name="task")
+            extra("pandas").DataFrame({"task_index": [0]}, row).to_parquet(self._root / "meta" / "tasks.parquet")
         stats = {name: _moments(*each) for name, each in self._sums.items()}
         for name, content in (("stats", stats), ("info", self.info)):
             with replacing(self._root / "meta" / f"{name}.json") as fresh:
@@ -192,12 +181,10 @@ def _name(leaf: Leaf) -> str:
 
 
 def _path(name: str, alone: bool) -> Path:
-    parts = name.split(".")[1:]
-    return (
-        OBSERVATION
-        if alone and parts in (["state"], ["image"])
-        else (*parts[parts[0] == "images" and len(parts) > 1 :],)
-    )
+    _, *parts = name.split(".")
+    if alone and parts in (["state"], ["image"]):
+        return OBSERVATION
+    return tuple(parts[1:] if parts[0] == "images" and len(parts) > 1 else parts)
 
 
 def _add(sums: list[Any], array: Array, picture: bool) -> None:
@@ -263,9 +250,7 @@ def _episodes_of(
     last = min(int(which[-1]) + 1, info["total_episodes"])
     within = [("episode_index", ">=", int(which[0])), ("episode_index", "<", last)]
     about = extra("pyarrow.parquet").read_table(root / "meta" / "episodes", filters=within).sort_by("episode_index")
-    numbers, terminal = (
-        _numbers(info["features"], each, prefix) for each, prefix in ((table, ""), (about, "terminal/"))
-    )
+    numbers, terminal = _numbers(info["features"], table), _numbers(info["features"], about, "terminal/")
     for row, (begin, end) in enumerate(zip(begins[: len(about)], (*begins[1:], len(table)), strict=False)):
         rows, beside, own = table.slice(begin, end - begin), about.slice(row, 1), {}
         for name, kind in observed.items():
@@ -280,7 +265,7 @@ def _episodes_of(
         yield _episode(own, {name: each[begin:end] for name, each in numbers.items()}, end - begin)
 
 
-def _numbers(features: Mapping[str, Any], table: Any, prefix: str) -> dict[str, Array]:
+def _numbers(features: Mapping[str, Any], table: Any, prefix: str = "") -> dict[str, Array]:
     """The features that are numbers, by name, of columns with a prefix."""
     found: dict[str, Array] = {}
     for name, about in features.items():

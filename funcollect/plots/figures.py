@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.arguments import check_kind, check_positive
+from funcollect.envs.base import import_extra
 from funcollect.profiling import PARTS, Profile
 from funcollect.trajectories.next_observations import next_observations
 from funcollect.trajectories.split import MASK, STEP, TRAJECTORY_IDS, check_batch, ends_of, require
@@ -33,11 +34,8 @@ _BESIDE: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "
 
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure; its width and height are in inches."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need Matplotlib, which is not installed: pip install 'funcollect[viz]'") from error
-    return Figure(figsize=(width, height), dpi=150, layout="constrained")
+    kind: type[Figure] = import_extra("matplotlib.figure", "Matplotlib", "viz").Figure
+    return kind(figsize=(width, height), dpi=150, layout="constrained")
 
 
 def _axes(ax: Any, title: Any, label: Any, width: float, height: float) -> Axes:

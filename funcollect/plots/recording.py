@@ -149,9 +149,8 @@ def film(path: str | PathLike[str], fps: float, *, lossless: bool = False) -> It
     target = check_film(path, fps)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
-    opened = _gif(partial, fps) if target.suffix.lower() == ".gif" else _mp4(partial, fps, lossless)
     try:
-        with opened as add:
+        with _opened(partial, fps, lossless) as add:
             yield add
         partial.replace(target)
     finally:
@@ -172,17 +171,6 @@ def check_film(path: str | PathLike[str], fps: float | None) -> FilePath:
 
 
 @contextmanager
-def _gif(path: FilePath, fps: float) -> Iterator[Add]:
-    """Open a GIF, whose frames last a multiple of 10 ms."""
-    from imageio.v3 import imopen
-
-    duration = max(2, round(100 / fps)) * 10  # in milliseconds; viewers show shorter frames more slowly
-    opened: Any = imopen(path, "w", plugin="pillow")
-    with opened as file:
-        yield lambda picture: file.write(picture, duration=duration, loop=0)
-
-
-@contextmanager
 def unforked() -> Iterator[None]:
     """Let imageio start ffmpeg otherwise than by `fork`, which JAX's threads may hang."""
     before = os.environ.get(_NO_FORK)
@@ -194,17 +182,23 @@ def unforked() -> Iterator[None]:
 
 
 @contextmanager
-def _mp4(path: FilePath, fps: float, lossless: bool) -> Iterator[Add]:
-    """Open an MP4; an odd height or width gets one more row or column, as the pixel format with losses requires."""
+def _opened(path: FilePath, fps: float, lossless: bool) -> Iterator[Add]:
+    """Open a film. The frames of a GIF last a multiple of 10 ms; an MP4 with losses has an even height and width."""
     from imageio.v2 import get_writer
+
+    is_gif = path.suffix.lower() == ".gif"
+    options: dict[str, Any] = {"format": "FFMPEG", "fps": fps, "macro_block_size": 1, **(_LOSSLESS if lossless else {})}
+    if is_gif:
+        options = {"duration": max(2, round(100 / fps)) * 10, "loop": 0}  # in ms; viewers show shorter ones more slowly
+    multiple = 1 if is_gif or lossless else 2
 
     def add(picture: Picture) -> None:
         height, width = picture.shape[:2]
-        extra = [(0, 0)] * 3 if lossless else [(0, height % 2), (0, width % 2), (0, 0)]
+        extra = [(0, -height % multiple), (0, -width % multiple), (0, 0)]
         with unforked():  # ffmpeg starts with the first picture
             file.append_data(np.pad(picture, extra, mode="edge"))
 
-    file = get_writer(path, format="FFMPEG", mode="I", fps=fps, macro_block_size=1, **_LOSSLESS if lossless else {})
+    file = get_writer(path, mode="I", **options)
     try:
         yield add
     except BaseException:

@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.trajectories.final_observations import FinalObservations, detach, is_compact
-from funcollect.trajectories.split import ASSIGNABLE, MASK, STEP, TRAJECTORY_IDS, check_batch, optional, require
+from funcollect.trajectories.split import MASK, STEP, TRAJECTORY_IDS, assign, check_batch, optional, require
 from funcollect.tree import Path
 
 
@@ -53,16 +53,11 @@ def next_observations(batch: TensorDictBase) -> TensorDictBase:
         raise ValueError(f"{what}, which has its next observation: {mend}")
     for path, leaf in final.leaves.items():
         following = batch[path].roll(-1, batch.batch_dims - 1)
-        _assign(following, alone, leaf[row].to(following.device))
+        assign(following, alone, leaf[row].to(following.device))
         if mask is not None:
-            _assign(following, ~mask, leaf.new_zeros((), device=following.device))
+            assign(following, ~mask, leaf.new_zeros((), device=following.device))
         result.set(("next", *path), following)
     return result
-
-
-def _assign(leaf: Tensor, mask: Tensor, values: Tensor) -> None:
-    signed = ASSIGNABLE.get(leaf.dtype, leaf.dtype)
-    leaf.view(signed)[mask] = values.view(signed)
 
 
 def _followed(batch: TensorDictBase) -> Tensor:

@@ -128,9 +128,7 @@ class _PaddedLayout:
     def place(self, leaf: Tensor) -> Tensor:
         """A leaf ``[*B, T, ...]`` as a table ``[N, Tmax, ...]``."""
         table = torch.zeros(self.shape + leaf.shape[self.dims :], dtype=leaf.dtype, device=leaf.device)
-        dtype = ASSIGNABLE.get(leaf.dtype)
-        target, source = (table, leaf) if dtype is None else (table.view(dtype), leaf.view(dtype))
-        target[self.run, self.position] = self._frames(source)
+        assign(table, (self.run, self.position), self._frames(leaf))
         return table
 
     def nest(self, leaf: Tensor, kind: torch.layout) -> Tensor:
@@ -144,6 +142,13 @@ class _PaddedLayout:
     def _offsets(self) -> Tensor:  # of each trajectory's first frame, then the number of frames: [N + 1] int64
         lengths = torch.bincount(self.run.reshape(-1))
         return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def assign(leaf: Tensor, index: Any, values: Tensor) -> None:
+    """Set ``leaf[index]``, also of dtypes that Torch cannot assign to by index."""
+    if (signed := ASSIGNABLE.get(leaf.dtype)) is not None:  # other views would stop gradients
+        leaf, values = leaf.view(signed), values.view(signed)
+    leaf[index] = values
 
 
 def _begins(batch: TensorDictBase, ids_key: Path | None, done_path: Path) -> Tensor:

@@ -1,14 +1,13 @@
-"""Slices with frames around them: by hand, and as an R2D2-like learner uses them."""
+"""Slices with frames around them, by hand."""
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import funcollect as fc
 from tests.buffers.conftest import filled
 from tests.support.frames import batch_of, frames_of
-from tests.support.running import scaled
+from tests.support.running import pairwise, scaled
 
 SAMPLERS = {
     "trajectories": lambda **options: fc.SliceSampler(**options),
@@ -39,9 +38,7 @@ def rows_of(sample, width):
     return [{key: column[i:j] for key, column in columns.items()} for i, j in zip(starts, stops, strict=True)]
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize(("name", "strict", "padded"), pairwise(SAMPLERS, (False, True), (False, True)))
 def test_what_comes_with_a_slice(name, strict, padded):
     before, length, after = 4, 5, 2
     options = {"burn_in": before, "bootstrap": after, "strict_length": strict, "pad_output": padded}
@@ -102,104 +99,3 @@ def test_readers_take_them(tmp_path):
 def test_bad_input(options, message):
     with pytest.raises(ValueError, match=message):
         fc.SliceSampler(slice_len=4, **options)
-
-
-class Network(nn.Module):
-    """Values of two actions, and a recurrent state."""
-
-    def __init__(self):
-        super().__init__()
-        self.cell, self.values = nn.GRUCell(4, 8), nn.Linear(8, 2)
-
-    def forward(self, x, hidden):
-        hidden = self.cell(x, hidden)
-        return {"logits": self.values(hidden)}, hidden
-
-
-def targets(network, batch, hidden):
-    """Double-Q-like targets ``[S, T - 1]`` and the values of actions ``[S, T]`` along rows ``[S, T]``."""
-    values = []
-    for step in range(batch.shape[1]):
-        out, hidden = network(batch["observation"][:, step], hidden)
-        values.append(out["logits"])
-    values = torch.stack(values, 1)
-    following = values[:, 1:].max(-1).values * ~batch["next", "terminated"][:, :-1, 0]
-    chosen = values.gather(-1, batch["action"].long()[..., None])[..., 0]
-    return batch["next", "reward"][:, :-1, 0] + 0.99 * following, chosen
-
-
-@pytest.mark.parametrize("stale", [False, True])
-def test_a_recurrent_learner_against_whole_episodes(stale):
-    """Errors and gradients of the rows to learn from are those of unrolling each episode from its beginning.
-
-    Stored states begin a slice; if the weights have changed since, the burn-in has to reach back to the beginning.
-    """
-    torch.manual_seed(0)
-    network = Network()
-    options = {"initial_state": torch.zeros(8), "record_state": True}
-    policy = fc.torch_policy(network, head=fc.heads.categorical, **options)
-    env = fc.make_env("CartPole-v1", num_envs=4)
-    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 120)
-    fc.close(state)
-    lengths = fc.split_trajectories(batch)["collector", "mask"].sum(1)
-    burn_in = int(lengths.max()) if stale else 6
-    sampler = fc.SliceSampler(slice_len=8, burn_in=burn_in, bootstrap=1, pad_output=True)
-    buffer = filled(batch, 480, sampler, ndim=2, batch_size=8 * 16, generator=torch.Generator().manual_seed(0))
-    if stale:
-        with torch.no_grad():
-            for parameter in network.parameters():
-                parameter += 0.3 * torch.randn_like(parameter)
-    slices = buffer.sample().reshape(16, -1)
-
-    def gradients_of(rows, learn, hidden):
-        target, value = targets(network, rows, hidden)
-        error = torch.where(learn[:, :-1], target.detach() - value[:, :-1], 0.0)
-        error.square().sum().backward()
-        found = [parameter.grad.clone() for parameter in network.parameters()]
-        network.zero_grad()
-        return error, found
-
-    learn = slices["collector", "learn"].clone()
-    learn[:, :-1] &= ~(slices["collector", "mask"][:, :-1] & slices["next", "truncated"][:, :-1, 0])  # no value after
-    assert learn.any()
-    error, _ = gradients_of(slices, learn, slices["recurrent"][:, 0])
-    whole = fc.split_trajectories(batch)
-    everything, _ = targets(network, whole, whole["recurrent"][:, 0])
-    _, chosen = targets(network, whole, whole["recurrent"][:, 0])
-    known = {int(ids): row for row, ids in enumerate(whole["collector", "traj_ids"][:, 0])}
-    wanted = everything - chosen[:, :-1]
-    at = np.array([known[int(ids)] for ids in slices["collector", "traj_ids"][learn]])
-    step = slices["collector", "step"][learn]
-    inner = step < wanted.shape[1]
-    torch.testing.assert_close(error[learn[:, :-1]][inner], wanted[at, step][inner], atol=1e-5, rtol=1e-4)
-    if stale:  # unrolled from the beginning, gradients are those of the whole episodes, too
-        chosen_rows = torch.tensor([known[int(ids)] for ids in slices["collector", "traj_ids"][:, 0]])
-        marks = torch.zeros(len(slices), whole.shape[1], dtype=torch.bool)
-        marks[learn.nonzero()[:, 0], step] = True
-        _, ours = gradients_of(slices, learn, slices["recurrent"][:, 0])
-        _, theirs = gradients_of(whole[chosen_rows], marks, whole["recurrent"][chosen_rows, 0])
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
-
-
-def test_new_recurrent_states_are_written_back():
-    """What a learner computes on its way becomes the stored states, unless frames have gone meanwhile."""
-    network = Network()
-    policy = fc.torch_policy(network, head=fc.heads.categorical, initial_state=torch.zeros(8), record_state=True)
-    env = fc.make_env("CartPole-v1", num_envs=2)
-    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 40)
-    fc.close(state)
-    sampler = fc.SliceSampler(slice_len=4, burn_in=40, strict_length=False, pad_output=True)
-    buffer = filled(batch, 80, sampler, ndim=2, batch_size=4 * 8)
-    with torch.no_grad():
-        network.cell.weight_ih += 0.5
-    sample, info = buffer.sample(return_info=True)
-    rows, hidden, states = sample.reshape(8, -1), sample["recurrent"].view(8, -1, 8)[:, 0], []
-    for step in range(rows.shape[1]):
-        states.append(hidden)
-        _, hidden = network(rows["observation"][:, step], hidden)
-    new = torch.stack(states, 1).detach()
-    assert buffer.update(info["index"].view(8, -1), {"recurrent": new}) == 0
-    held = rows["collector", "mask"]
-    stored = buffer[info["index"].view(8, -1)[held]]["recurrent"]
-    torch.testing.assert_close(stored, new[held], atol=1e-6, rtol=1e-5)
-    assert not torch.allclose(stored, rows["recurrent"][held])

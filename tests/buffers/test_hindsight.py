@@ -9,7 +9,7 @@ from tensordict import TensorDict
 import funcollect as fc
 from tests.buffers.conftest import filled
 from tests.support.compare import assert_same, implausible
-from tests.support.running import scaled
+from tests.support.running import once, scaled
 
 LENGTHS = (3, 6, 2, 5)
 COUNT = sum(LENGTHS)
@@ -78,8 +78,7 @@ def chances(strategy):
     return wanted / COUNT
 
 
-@pytest.mark.parametrize("prefetch", [None, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "prefetch"), once(STRATEGIES, (None, 2)))
 def test_goals_and_rewards_are_those_of_sb3(strategy, prefetch):
     count = scaled(20_000)
     generator = torch.Generator().manual_seed(0)

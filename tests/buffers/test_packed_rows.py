@@ -13,7 +13,7 @@ import funcollect as fc
 from funcollect.buffers.storages.packed_rows import RowLayout, ViewedRows, leaves_of
 from tests.buffers.conftest import filled
 from tests.support.compare import assert_same
-from tests.support.running import entered
+from tests.support.running import entered, scaled
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
@@ -28,7 +28,7 @@ def noise(dtype, shape):
     return bits.view(dtype)[..., 0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(25), deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)), min_size=1, max_size=6),
     st.integers(1, 3),

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import funcollect as fc
-from funcollect.buffers.device_priorities import move_to
-from funcollect.buffers.samplers import SumTree
+from funcollect.buffers.priorities import DeviceSums, SumTree
 from tests.buffers.conftest import filled
 from tests.support.compare import implausible
 from tests.support.devices import each_device, no_waits
@@ -21,7 +20,7 @@ from tests.support.running import scaled
 WEIGHTS = st.one_of(st.just(0.0), st.floats(1e-12, 1e12))
 
 
-@settings(max_examples=scaled(150), deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 @given(st.integers(1, 600), st.data())
 def test_the_tree_against_plain_arrays(capacity, data):
     tree, plain = SumTree(capacity), np.zeros(capacity)
@@ -311,7 +310,7 @@ def twins(device, alpha=0.7, **options):
         storage = fc.LazyTensorStorage(40, device=device if moved else "cpu")
         buffer = fc.ReplayBuffer(storage=storage, sampler=sampler, batch_size=12, generator=generator)
         if device == "cpu" and moved:
-            move_to(torch.device("cpu"), sampler)
+            sampler.move_to(torch.device("cpu"))
         buffer.extend(TensorDict({"x": torch.arange(30)}, [30]))
         yield buffer
 
@@ -320,7 +319,7 @@ def twins(device, alpha=0.7, **options):
 @pytest.mark.parametrize("within", [False, True])
 def test_priorities_on_a_device_are_those_of_the_host(within, device, tmp_path):
     host, there = twins(device, max_priority_within_buffer=within)
-    assert there.sampler._there is not None
+    assert isinstance(there.sampler._priorities, DeviceSums)
     index = None
     for turn in range(12):
         (one, info), (two, other) = (buffer.sample(return_info=True) for buffer in (host, there))

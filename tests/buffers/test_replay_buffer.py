@@ -203,11 +203,8 @@ BAD_TYPES = {
     r"0 is TensorDict, expected a tensor: .* torch\.stack": lambda: filled((numbers(1),)),
     r"note is NonTensorData, expected a tensor: leave it out \(batch.exclude": (
         lambda: filled(TensorDict({"x": torch.zeros(4), "note": NonTensorData("hello", batch_size=[4])}, [4]))),
-    "init_key is 3, expected a key": lambda: fc.SliceSampler(slice_len=2, init_key=3),
     "the data is ndarray, expected a TensorDict": lambda: filled(np.array(["a"])),
     "expected a sequence of items": lambda: fc.ReplayBuffer().extend(5),
-    r"span is \('2', '2'\)": lambda: fc.SliceSampler(slice_len=5, span="2"),
-    r"span is \(1, 2, 3\)": lambda: fc.SliceSampler(slice_len=5, span=(1, 2, 3)),
     "end_keys is 'done', expected a list of keys": lambda: fc.SliceSampler(slice_len=3, end_keys="done"),
     r"end_keys is \[\], expected a list of keys": lambda: fc.SliceSampler(slice_len=3, end_keys=[]),
 }  # fmt: skip

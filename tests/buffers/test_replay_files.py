@@ -30,7 +30,7 @@ def test_the_next_sample_is_the_one_that_would_have_come(sampler, stack, compact
     """Through several turns, before and after dumps, in a buffer that has loaded one, and after it was emptied."""
     options = {"sampler": sampler, "kind": kind, "compact_obs": compact_obs, "prefetch": prefetch}
     plain, other = made(None, **options), made(stack, **options)
-    for number, batch in enumerate(batches()):
+    for number, batch in enumerate(batches(6)):
         extend([plain, other], batch)
         check_alike(plain, other)
         if number % 2:

@@ -28,7 +28,7 @@ from tests.support.frames import (
     stacked,
     streams,
 )
-from tests.support.running import scaled
+from tests.support.running import in_soak, once, scaled
 
 
 def everything(state):
@@ -39,7 +39,7 @@ KINDS = st.sampled_from([fc.LazyMemmapStorage, fc.LazyTensorStorage])
 OPTIONS = st.sampled_from([(True, None), (False, STACK), (True, STACK)])
 
 
-@settings(max_examples=scaled(40), deadline=None)
+@settings(max_examples=scaled(15), deadline=None)
 @given(streams(), st.integers(1, 60), st.integers(0, 9), KINDS, OPTIONS)
 def test_the_same_frames_come_out(batches, capacity, seed, kind, options):
     generator, (compact_obs, stack) = torch.Generator().manual_seed(seed), options
@@ -63,8 +63,7 @@ def test_the_same_frames_come_out(batches, capacity, seed, kind, options):
     assert_same(everything(copied), everything(plain))
 
 
-@pytest.mark.parametrize("storage", [fc.LazyTensorStorage, fc.LazyMemmapStorage])
-@pytest.mark.parametrize("length", [1, 25])
+@pytest.mark.parametrize(("storage", "length"), once([fc.LazyTensorStorage, fc.LazyMemmapStorage], [1, 25]))
 def test_half_the_memory_also_frame_by_frame(storage, length):
     buffers = [fc.ReplayBuffer(storage=storage(1000, compact_obs=compact), batch_size=20) for compact in (True, False)]
     screen = torch.randint(256, (1001, 40, 40), dtype=torch.uint8)
@@ -207,7 +206,7 @@ def pong():
         return list(collector)
 
 
-@pytest.mark.parametrize(("options", "screens"), [({"frame_stack": 4}, 1), ({"compact_obs": True}, 4)])
+@pytest.mark.parametrize(("options", "screens"), [({"frame_stack": 4}, 1), *in_soak([({"compact_obs": True}, 4)])])
 def test_pong_takes_one_screen_per_frame(pong, options, screens, tmp_path):
     shared = fc.ReplayBuffer(storage=fc.LazyTensorStorage(2_000, ndim=2, **options))
     for batch in pong:

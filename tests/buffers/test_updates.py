@@ -11,7 +11,9 @@ import funcollect as fc
 from tests.buffers.conftest import filled, numbers
 from tests.support.compare import assert_same
 from tests.support.frames import batch_of, frames_of
+from tests.support.running import pairwise
 
+SLICES = lambda: fc.SliceSampler(slice_len=4)  # noqa: E731
 DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.uint16, torch.float8_e5m2, torch.complex128)
 
 
@@ -83,9 +85,7 @@ def frames(count):
     return batch.update({"recurrent": torch.zeros(count, 3), "other": leaves, "x": torch.arange(count)})
 
 
-@pytest.mark.parametrize("prefetch", [None, 2])
-@pytest.mark.parametrize("sampler", [None, lambda: fc.SliceSampler(slice_len=4)])
-@pytest.mark.parametrize("compact_obs", [False, True])
+@pytest.mark.parametrize(("sampler", "compact_obs", "prefetch"), pairwise((None, SLICES), (False, True), (None, 2)))
 def test_values_are_written_back_to_frames_that_are_there(sampler, compact_obs, prefetch, tmp_path):
     storage = fc.LazyTensorStorage(20, compact_obs=compact_obs)
     buffer = filled(frames(20), storage, sampler, batch_size=40, prefetch=prefetch)

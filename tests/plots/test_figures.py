@@ -249,16 +249,13 @@ def test_each_kind_of_leaf(tmp_path):
     assert panels["joints"].get_title() == "trajectory 0: 3 frames, return 3/3, goes on"
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (lambda batch: batch.to_dict(), TypeError, "the batch is dict, expected a TensorDict"),
-        (lambda batch: batch.exclude("collector"), ValueError, "no tensor collector.traj_ids"),
-        (lambda batch: batch.exclude("action"), ValueError, "has no action, expected actions and rewards"),
-        (lambda batch: batch.exclude(("next", "reward")), ValueError, "has no .*reward.*, expected actions and"),
-        (lambda batch: batch[:, :0], ValueError, r"the batch \[2, 0\] has no frames"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "message"), [
+    (lambda batch: batch.to_dict(), TypeError, "the batch is dict, expected a TensorDict"),
+    (lambda batch: batch.exclude("collector"), ValueError, "no tensor collector.traj_ids"),
+    (lambda batch: batch.exclude("action"), ValueError, "has no action, expected actions and rewards"),
+    (lambda batch: batch.exclude(("next", "reward")), ValueError, "has no .*reward.*, expected actions and"),
+    (lambda batch: batch[:, :0], ValueError, r"the batch \[2, 0\] has no frames"),
+])  # fmt: skip
 def test_batches_that_cannot_be_drawn(change, error, message):
     with pytest.raises(error, match=message):
         plots.episode(change(counted()))
@@ -324,16 +321,13 @@ def test_the_observation_is_named_where_there_are_several():
         plots.frames(batch, key="elsewhere")
 
 
-@pytest.mark.parametrize(
-    ("screen", "error", "message"),
-    [
-        (torch.zeros(3, 6), ValueError, r"0 of the observations are pictures.*\[6\].*plots.episode"),
-        (torch.zeros(3, 2, 2, 2, 2, 2), ValueError, r"a frame has shape \[2, 2, 2, 2, 2\], expected"),
-        (torch.zeros(3, 6, 4).long(), TypeError, "torch.int64, expected uint8, or floats"),
-        (torch.full((3, 6, 4), 200.0), ValueError, r"from 200 to 200, expected \[0, 1\]"),
-        (torch.full((3, 6, 4), torch.nan), ValueError, r"from nan to nan, expected \[0, 1\]"),
-    ],
-)
+@pytest.mark.parametrize(("screen", "error", "message"), [
+    (torch.zeros(3, 6), ValueError, r"0 of the observations are pictures.*\[6\].*plots.episode"),
+    (torch.zeros(3, 2, 2, 2, 2, 2), ValueError, r"a frame has shape \[2, 2, 2, 2, 2\], expected"),
+    (torch.zeros(3, 6, 4).long(), TypeError, "torch.int64, expected uint8, or floats"),
+    (torch.full((3, 6, 4), 200.0), ValueError, r"from 200 to 200, expected \[0, 1\]"),
+    (torch.full((3, 6, 4), torch.nan), ValueError, r"from nan to nan, expected \[0, 1\]"),
+])  # fmt: skip
 def test_what_is_no_picture(screen, error, message, tmp_path):
     with pytest.raises(error, match=message):
         plots.frames(pictured(screen))

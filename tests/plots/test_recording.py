@@ -121,7 +121,6 @@ def test_nothing_is_left_of_a_film_broken_off(suffix, fails_at, error, tmp_path)
 BAD = [
     ({"env": fc.make_env(Screen, mode=None)}, ValueError, "has the render mode None, expected 'rgb_array': make it"),
     ({"env": fc.make_env("torch/CartPole-v1")}, TypeError, "cannot be filmed, expected a Gymnasium environment"),
-    ({"env": fc.make_env("CartPole-v1", parallel=True)}, ValueError, "has the render mode None"),
     ({"env": fc.make_env(Screen, shape=(6, 4))}, fc.EnvError, r"uint8 \[6, 4\], expected uint8 \[H, W, 3\]"),
 ]
 
@@ -132,38 +131,6 @@ def test_bad_arguments(arguments, error, message, tmp_path):
     with pytest.raises(error, match=message):
         fc.record(**given)
     assert not list(tmp_path.iterdir())
-
-
-RANDOM = fc.ExplorationType.RANDOM
-
-
-@pytest.fixture
-def film(monkeypatch):
-    """A function that records a film of random actions, and returns its pictures as they were drawn."""
-
-    def record(env, path, **options):
-        pictures = []
-
-        @contextlib.contextmanager
-        def collected(path, fps):
-            yield lambda picture: pictures.append(picture.copy())
-
-        monkeypatch.setattr("funcollect.plots.recording.film", collected)
-        fc.record(env, fc.random_policy(env), path, exploration_type=RANDOM, **options)
-        return pictures
-
-    return record
-
-
-def states(env, count):
-    """The environment's own states in the run that a film with seed 0 shows, one lane each, and the batch."""
-    policy = fc.random_policy(env)
-    state, found, batches = fc.init(env, policy, seed=0), [], []
-    for _ in range(count):
-        found.append(jax.tree.map(lambda leaf: leaf[0], state.env_state.current))
-        state, batch = fc.step(env, policy, state)
-        batches.append(batch)
-    return found, batches
 
 
 def drawn(opened):
@@ -185,13 +152,19 @@ def drawn(opened):
 
 
 @pytest.mark.parametrize("num_envs", [None, 1])
-def test_each_picture_is_of_its_state_the_terminal_ones_too(num_envs, film, tmp_path):
-    opened = []
+def test_each_picture_is_of_its_state_the_terminal_ones_too(num_envs, monkeypatch, tmp_path):
+    opened, pictures = [], []
     env = dataclasses.replace(counting(num_envs), renderer=drawn(opened))
-    pictures = film(env, tmp_path / "film.gif", episodes=3)
+    policy = fc.random_policy(env)
+
+    @contextlib.contextmanager
+    def collected(path, fps):
+        yield lambda picture: pictures.append(picture.copy())
+
+    monkeypatch.setattr("funcollect.plots.recording.film", collected)
+    fc.record(env, policy, tmp_path / "film.gif", episodes=3, exploration_type=fc.ExplorationType.RANDOM)
     assert opened == ["open", "closed"]
-    state = fc.init(env, fc.random_policy(env), seed=0)
-    _, batch = fc.rollout(env, fc.random_policy(env), state, 16)
+    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 16)
     roots = batch if num_envs is None else batch[0]
     rows = zip(roots["start"][:, 1].tolist(), roots["next", "count"].tolist(), roots["next", "done"], strict=True)
     wanted, ends = [(int(roots["start"][0, 1]) % 256, 0)], 0
@@ -204,89 +177,81 @@ def test_each_picture_is_of_its_state_the_terminal_ones_too(num_envs, film, tmp_
     assert [tuple(picture[0, 0, :2].tolist()) for picture in pictures] == wanted
 
 
-@pytest.mark.needs("gymnax>=1")
-def test_gymnax(film, tmp_path):
-    env = fc.make_env("gymnax/CartPole-v1")
-    pictures = film(env, tmp_path / "film.gif", max_frames=2)
-    own, _ = states(env, 3)
-    raw, params = env.renderer.args
-    by_hand = Visualizer(raw, params, own)
+def start_of(env):
+    return jax.jit(env.reset)(np.zeros(2, np.uint32), None)[0]
+
+
+def by_gymnax(env, states):
+    by_hand = Visualizer(*env.renderer.args, states)
     by_hand.init()
-    for step, picture in enumerate(pictures):
+    for step in range(len(states)):
         by_hand.update(step)
-        assert picture.shape == (500, 600, 3)
-        assert np.array_equal(picture, pixels_of(by_hand.fig, 100))
+        yield pixels_of(by_hand.fig, 100)
     pyplot.close(by_hand.fig)
-    assert (pictures[0] != pictures[2]).any()
+
+
+def by_jumanji(env, states):
+    for state in states:
+        with matplotlib.rc_context({"figure.dpi": 60}):
+            yield SnakeViewer("by hand", render_mode="rgb_array").render(state)[..., :3]
+        pyplot.close("by hand")
+
+
+def by_navix(env, states):
+    return [np.asarray(timestep.observation).repeat(6, 0).repeat(6, 1) for timestep in states]
+
+
+def by_xland(env, states):
+    raw, params = xminigrid.make("MiniGrid-DoorKey-5x5")
+    return [raw.render(params, timestep) for timestep in states]
+
+
+def by_craftax(env, states):
+    from craftax.craftax_classic.renderer import make_craftax_pixel_renderer
+
+    return [np.asarray(make_craftax_pixel_renderer(16)(state)).astype(np.uint8) for state in states]
+
+
+@pytest.mark.parametrize(("name", "options", "by_hand", "shape"), [
+    pytest.param("gymnax/CartPole-v1", {}, by_gymnax, (500, 600, 3), marks=pytest.mark.needs("gymnax>=1")),
+    ("jumanji/Snake-v1", {}, by_jumanji, None),
+    ("navix/Navix-Empty-5x5-v0", {"observation_fn": navix.observations.rgb}, by_navix, (240, 240, 3)),
+    ("xminigrid/MiniGrid-DoorKey-5x5", {}, by_xland, None),
+    pytest.param("craftax/Craftax-Classic-Symbolic-v1", {}, by_craftax, (144, 144, 3),
+                 marks=(pytest.mark.evening, pytest.mark.needs("craftax"))),
+])  # fmt: skip
+def test_states_are_drawn_as_their_suite_draws_them(name, options, by_hand, shape):
+    env = fc.make_env(name, **options)
+    first = start_of(env)
+    states = [first, jax.jit(env.step)(np.ones(2, np.uint32), first, jnp.int32(1), None)[0]]
+    with env.renderer() as renderer:
+        pictures = [renderer.draw(state, None) for state in states]
+    for picture, wanted in zip(pictures, by_hand(env, states), strict=True):
+        assert picture.shape == shape or shape is None
+        assert np.array_equal(picture, wanted)
+    assert (pictures[0] != pictures[1]).any()
     assert not pyplot.get_fignums()
 
 
 @pytest.mark.needs("gymnax>=1")
-def test_gymnax_draws_goals_of_later_episodes(film, tmp_path):
+def test_gymnax_draws_goals_of_later_episodes():
     """The Visualizer draws a maze's goal once; MetaMaze has another one in each episode."""
     env = fc.make_env("gymnax/MetaMaze-misc")
-    state, _ = states(env, 1)
+    state = start_of(env)
+    moved = state.replace(goal=jnp.array([1, 1]))
     with env.renderer() as renderer:
-        moved = state[0].replace(goal=jnp.array([1, 1]))
-        one, other, again = (renderer.draw(each, None) for each in (state[0], moved, state[0]))
+        one, other, again = (renderer.draw(each, None) for each in (state, moved, state))
     assert (one != other).any()
     assert np.array_equal(one, again)
-
-
-def test_jumanji(film, tmp_path):
-    env = fc.make_env("jumanji/Snake-v1")
-    pictures = film(env, tmp_path / "film.gif", max_frames=2)
-    own, _ = states(env, 3)
-    for state, picture in zip(own, pictures, strict=True):
-        with matplotlib.rc_context({"figure.dpi": 60}):
-            by_hand = SnakeViewer("by hand", render_mode="rgb_array").render(state)
-        assert np.array_equal(picture, by_hand[..., :3])
-        pyplot.close("by hand")
-    assert (pictures[0] != pictures[2]).any()
-    assert not pyplot.get_fignums()
 
 
 def test_jumanji_viewers_that_need_arrays_of_jax():
     env = fc.make_env("jumanji/Maze-v0")
     with env.renderer() as renderer:
-        picture = renderer.draw(jax.jit(env.reset)(np.zeros(2, np.uint32), None)[0], None)
+        picture = renderer.draw(start_of(env), None)
     red, green = (picture == [255, 0, 0]).all(-1), (picture == [0, 255, 0]).all(-1)
     assert red.sum() > 100  # the agent
     assert green.sum() > 100  # the target
-
-
-def test_navix_shows_what_its_pixel_observations_hold(film, tmp_path):
-    env = fc.make_env("navix/Navix-Empty-5x5-v0", observation_fn=navix.observations.rgb)
-    pictures = film(env, tmp_path / "film.gif", max_frames=6)
-    _, batches = states(env, 6)
-    assert pictures[0].shape == (240, 240, 3)
-    for picture, batch in zip(pictures, batches, strict=False):
-        assert np.array_equal(picture[::6, ::6], batch["observation"].numpy())
-    assert any((picture != pictures[0]).any() for picture in pictures)
-
-
-def test_xland_minigrid(film, tmp_path):
-    env = fc.make_env("xminigrid/MiniGrid-DoorKey-5x5")
-    pictures = film(env, tmp_path / "film.gif", max_frames=3)
-    own, _ = states(env, 4)
-    raw, params = xminigrid.make("MiniGrid-DoorKey-5x5")
-    for timestep, picture in zip(own, pictures, strict=True):
-        assert np.array_equal(picture, raw.render(params, timestep))
-    assert any((picture != pictures[0]).any() for picture in pictures)
-
-
-@pytest.mark.evening
-@pytest.mark.needs("craftax")
-def test_craftax(film, tmp_path):
-    from craftax.craftax_classic.renderer import make_craftax_pixel_renderer
-
-    env = fc.make_env("craftax/Craftax-Classic-Symbolic-v1")
-    pictures = film(env, tmp_path / "film.gif", max_frames=1)
-    own, _ = states(env, 2)
-    by_hand = jax.jit(make_craftax_pixel_renderer(16))
-    for state, picture in zip(own, pictures, strict=True):
-        assert picture.shape == (144, 144, 3)
-        assert np.array_equal(picture, np.asarray(by_hand(state)).astype(np.uint8))
 
 
 @pytest.mark.evening
@@ -305,13 +270,10 @@ def without_opengl(*_, **__):
     raise mujoco.FatalError("an OpenGL platform library has not been loaded into this process")
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("egl", r"an OpenGL platform .*set MUJOCO_GL=egl or osmesa before Python starts"),
-        (None, "there is no display, expected OpenGL by EGL or OSMesa"),  # MuJoCo would end the process
-    ],
-)
+@pytest.mark.parametrize(("how", "message"), [
+    ("egl", r"an OpenGL platform .*set MUJOCO_GL=egl or osmesa before Python starts"),
+    (None, "there is no display, expected OpenGL by EGL or OSMesa"),  # MuJoCo would end the process
+])  # fmt: skip
 def test_why_nothing_is_drawn(how, message, monkeypatch, tmp_path):
     for name in ("MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
@@ -334,14 +296,11 @@ def without_a_viewer():
 METHOD = r"cannot be filmed, expected one of a suite .* with a method renderer\(\): add the method"
 
 
-@pytest.mark.parametrize(
-    ("env", "error", "message"),
-    [
-        (lambda: fc.make_env("gymnax/DeepSea-bsuite"), fc.EnvError, "gymnax has no renderer for DeepSea-bsuite"),
-        (without_a_viewer, fc.EnvError, "jumanji has no renderer for Snake"),
-        (counting, TypeError, METHOD),
-    ],
-)
+@pytest.mark.parametrize(("env", "error", "message"), [
+    (lambda: fc.make_env("gymnax/DeepSea-bsuite"), fc.EnvError, "gymnax has no renderer for DeepSea-bsuite"),
+    (without_a_viewer, fc.EnvError, "jumanji has no renderer for Snake"),
+    (counting, TypeError, METHOD),
+])  # fmt: skip
 def test_environments_that_cannot_be_filmed(env, error, message, tmp_path):
     made = env()
     with pytest.raises(error, match=message):

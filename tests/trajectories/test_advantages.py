@@ -1,5 +1,7 @@
 """Advantages, against TorchRL's and a loop in float64; and rewards scaled as `VecNormalize` scales them."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,8 @@ from torch.testing import assert_close
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
 import funcollect as fc
+from tests.support.envs.jax_counting import counting
+from tests.support.frames import make_batch
 from tests.support.misuse import refused
 from tests.support.running import scaled
 
@@ -61,7 +65,7 @@ def in_jax(batch, value, next_value):
 FACTORS = st.sampled_from([0.0, 0.9, 1.0])
 
 
-@settings(max_examples=scaled(40), deadline=None)
+@settings(max_examples=scaled(20), deadline=None)
 @given(SHAPES, st.sampled_from([1, 2]), FACTORS, FACTORS, st.integers(0, 2**32 - 1))
 def test_against_a_loop(shape, players, gamma, lmbda, seed):
     batch, value, next_value = made(shape, players, seed)
@@ -248,26 +252,32 @@ def test_jax_scales_the_same_inside_jit():
 
 def test_traced_batches_are_scaled_as_delivered_ones():
     """Also after a reset between two batches, and where finished lanes repeat their last frame."""
-    env = fc.make_env("gymnax/CartPole-v1", num_envs=3)
+    env = counting(3)
     policy = fc.random_policy(env)
     state = fc.traced.init(env, policy, None, key=jax.random.key(0))
     ours = theirs = None
-    for finishes in (True, True, False):
+    scale = jax.jit(lambda arrays, scaling: fc.scale_rewards(arrays, scaling, gamma=0.9))
+
+    @partial(jax.jit, static_argnums=1)
+    def run(state, finishes):
         state = fc.traced.reset(env, state)
-        state, arrays = fc.traced.rollout(env, policy, None, state, 40, reset_when_done=finishes)
+        return fc.traced.rollout(env, policy, None, state, 40, reset_when_done=finishes)
+
+    for finishes in (True, True, False):
+        state, arrays = run(state, finishes)
         wanted, ours = fc.scale_rewards(fc.deliver(arrays, env), ours, gamma=0.9)
-        got, theirs = fc.scale_rewards(arrays, theirs, gamma=0.9)
+        got, theirs = scale(arrays, theirs)
         np.testing.assert_allclose(got, wanted[..., 0].T, rtol=1e-4)
     assert int(theirs.statistics.count[0]) == int(ours.statistics.count) < 360
 
 
 def test_several_players_have_a_deviation_each():
-    env = fc.make_env("pgx/tic_tac_toe", num_envs=2)
-    with fc.SyncDataCollector(env, frames_per_batch=60, seed=0) as collector:
-        batch = next(collector)
+    batch = make_batch(0, 60, players=2)
+    batch["next", "reward"][..., 1] *= 3
     scaled, scaling = fc.scale_rewards(batch)
     assert scaled.shape == batch["next", "reward"].shape
     assert scaling.statistics.variance["return"].shape == (2,)
+    assert_close(scaled[..., 1], -scaled[..., 0])
 
 
 def test_bad_arguments_of_scale_rewards():

@@ -16,6 +16,7 @@ from funcollect.trajectories.split import split_trajectories
 from funcollect.trajectories.stats import EpisodeStats, episode_stats
 from tests.support.cases import pair
 from tests.support.compare import collect
+from tests.support.running import scaled
 
 GOES_ON, TERMINATED, TRUNCATED, BOTH, CUT = range(5)
 
@@ -110,7 +111,7 @@ def check(stats, run, order=list):
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=scaled(40), deadline=None)
 def test_a_run_whole_or_cut_anywhere_is_counted_to_the_bit(data):
     run = data.draw(runs())
     stats, cut = episode_stats(run.batch), chain(data.draw(cuts(run)))
@@ -122,7 +123,7 @@ def test_a_run_whole_or_cut_anywhere_is_counted_to_the_bit(data):
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(25), deadline=None)
 def test_episodes_that_began_before_the_first_batch_are_left_out(data):
     run = data.draw(runs())
     first = data.draw(st.integers(0, run.batch.shape[-1] - 1))
@@ -138,7 +139,7 @@ def test_episodes_that_began_before_the_first_batch_are_left_out(data):
 
 @pytest.mark.filterwarnings("ignore:.*of the batch began before it:UserWarning")  # if the first part is skipped
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(25), deadline=None)
 def test_a_skipped_batch_leaves_out_the_episodes_that_it_had_a_part_in(data):
     run = data.draw(runs())
     times = run.batch.shape[-1]
@@ -151,7 +152,7 @@ def test_a_skipped_batch_leaves_out_the_episodes_that_it_had_a_part_in(data):
 
 
 @given(data=st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=scaled(15), deadline=None)
 def test_asynchronous_workers_keep_what_they_have_open(data):
     """Each lane is a worker; they deliver in any order and as often as they like."""
     run = data.draw(runs())
@@ -178,7 +179,7 @@ def test_an_open_trajectory_is_dropped(events, freeze, stop, left):
 
 
 @given(data=st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=scaled(15), deadline=None)
 def test_layouts_of_the_same_frames(data):
     run = data.draw(runs())
     lanes, times = run.batch.shape

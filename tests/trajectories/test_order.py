@@ -3,12 +3,15 @@
 Where `MultiStep` takes what is under ``next`` from later frames, they go by the frames' own ends.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
 
 import funcollect as fc
+from tests.support.envs.jax_counting import counting
 
 WRONG = {
     "time first": lambda batch: batch.transpose(0, 1),
@@ -65,11 +68,12 @@ def test_frames_in_order(name, change, batch):
         FUNCTIONS[name](changed)
 
 
-def traced_batch(lanes=4, steps=4):
-    env = fc.make_env("gymnax/CartPole-v1", num_envs=lanes)
+@functools.cache
+def traced_batch():
+    env = counting(4)
     policy = fc.random_policy(env)
     state = fc.traced.init(env, policy, None, key=jax.random.PRNGKey(0))
-    return fc.traced.rollout(env, policy, None, state, steps)[1]
+    return fc.traced.rollout(env, policy, None, state, 4)[1]
 
 
 ON_ARRAYS = {
@@ -91,7 +95,7 @@ def test_lanes_first_and_batches_of_several_runs_in_jax(name):
         several = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), batch)
         with pytest.raises(ValueError, match=r"expected \[T, P\]"):
             ON_ARRAYS[name](several)
-        jax.vmap(lambda each: ON_ARRAYS[name](each)[0])(several)
+        jax.jit(jax.vmap(lambda each: ON_ARRAYS[name](each)[0]))(several)
 
 
 def test_gae_within_jit_of_a_batch_that_is_closed_over():

@@ -10,6 +10,7 @@ import funcollect as fc
 from funcollect.trajectories.split import split_trajectories
 from tests.support import frames as streams
 from tests.support.compare import assert_same
+from tests.support.running import scaled
 
 SHAPES = st.lists(st.integers(1, 3), max_size=2).flatmap(lambda rows: st.integers(1, 9).map(lambda time: (*rows, time)))
 
@@ -76,7 +77,7 @@ def check(batch):
 
 
 @given(shape=SHAPES, data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(40), deadline=None)
 def test_every_frame_stands_where_a_loop_puts_it(shape, data):
     def draw(values):
         drawn = data.draw(st.lists(values, min_size=torch.Size(shape).numel(), max_size=torch.Size(shape).numel()))

@@ -308,7 +308,7 @@ class ViewedRows:
             if (leaf := leaves.get(column.path)) is not None:
                 carrier = (_CARRIERS | ASSIGNABLE).get(column.dtype, column.dtype)
                 offset = column.offset // carrier.itemsize
-                words = leaf.to(self.tensor.device).contiguous().view(carrier).reshape(len(slots), column.count)
+                words = leaf.detach().to(at.device).contiguous().view(carrier).reshape(len(slots), column.count)
                 self.tensor.view(carrier).narrow(1, offset, column.count)[at] = words
 
 

@@ -150,10 +150,7 @@ class LazyTensorStorage(Storage):
             what = f"the data has shapes {shapes}, expected {list(slots.shape)} frames, or ones that broadcast to them"
             raise ValueError(f"{what}: give one frame for each slot, like those of the first batch") from error
         rows.layout.check(leaves, slots.ndim)
-        flat = {path: leaf.reshape(-1, *own[path]) for path, leaf in leaves.items()}
-        staged = ViewedRows(rows.layout, torch.zeros(slots.size, rows.layout.words, dtype=torch.int64))
-        staged.write(0, slots.size, flat, 1)
-        rows.tensor[torch.from_numpy(slots.reshape(-1))] = staged.tensor.to(rows.tensor.device)
+        rows.amend(slots.reshape(-1), {path: leaf.reshape(-1, *own[path]) for path, leaf in leaves.items()})
 
     @override
     def amend(self, slots: Ints, leaves: Mapping[KeyPath, Tensor]) -> None:
@@ -201,10 +198,8 @@ class LazyTensorStorage(Storage):
                 return (shared if shared.pools else rows.layout).unpack(records)
             words = torch.from_numpy(records.view(np.int64).reshape(len(slots), -1))
             return rows.layout.unpack(words.pin_memory().to(self.device, non_blocking=True))
-        drawn = torch.as_tensor(
-            slots, device=self.device
-        )  # where priorities are on the device, these are there already
-        gathered = rows.tensor.index_select(0, drawn)
+        # Where priorities are on the device, the slots are there already.
+        gathered = rows.tensor.index_select(0, torch.as_tensor(slots, device=self.device))
         if mask is not None:
             gathered[torch.from_numpy(~mask).to(self.device)] = 0
         return rows.layout.unpack(gathered)

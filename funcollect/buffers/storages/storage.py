@@ -237,11 +237,9 @@ class ListStorage(Storage):
         """Raise TypeError for an item that `load` reads only with `allow_pickle`."""
         for slot, item in enumerate(self._items):
             for wrong in _not_plain(_as_dict(item)):
-                what = (
-                    f"item {slot} of the ListStorage holds {shown(wrong)} ({type(wrong).__name__}), expected plain data"
-                )
-                mend = "store such items, or write the buffer with its dumps instead"
-                raise TypeError(f"{what} and tensors, which are read without running code: {mend}")
+                what = f"item {slot} of the ListStorage holds {shown(wrong)} ({type(wrong).__name__})"
+                wanted = "expected plain data and tensors, which are read without running code"
+                raise TypeError(f"{what}, {wanted}: store such items, or write the buffer with its dumps instead")
 
     @override
     def load(self, frames: range, dumped: Dumped, allow_pickle: bool) -> None:

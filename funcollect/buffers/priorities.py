@@ -1,0 +1,201 @@
+"""Weights of slots, by which frames are drawn: on the host and on a device; and which frames an index still has."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import is_tensor_collection
+from torch import Tensor
+
+from funcollect.buffers import Bools, Floats, Ints
+from funcollect.buffers.indices import BufferView
+from funcollect.messages import shown
+
+_WIDTH = 16  # of the blocks in a `SumTree`; 32 and 64 are slower
+_MOST_AT_TOP = 1 << 14  # numbers whose running sums are made again after each change
+
+
+class SumTree:
+    """A weight of at least 0 for each of `capacity` slots. Weights are 0 at first, and a slot of weight 0 is not drawn.
+
+    Blocks of weights have sums, blocks of these sums again, until few enough numbers are left that all their running
+    sums are made again after a change. A buffer of a million frames needs two levels above the weights.
+    """
+
+    xp = np
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, sizes = capacity, [capacity]
+        while sizes[-1] > _MOST_AT_TOP:
+            sizes[-1] += -sizes[-1] % _WIDTH
+            sizes.append(sizes[-1] // _WIDTH)
+        # Each list has one array per level, the weights of the slots first.
+        self._sums: list[Floats] = [np.zeros(size) for size in sizes]
+        self._least: list[Floats] = [np.full(size, np.inf) for size in sizes]  # positive weight below each, if any
+        self._top: Floats | None = None  # 0 and the running sums of the last level, until a weight changes
+
+    def put(self, slots: Ints, weights: Floats) -> None:
+        """Set the weights of slots, one each or one for all; if a slot is repeated, its last weight counts."""
+        self._top = None
+        self._sums[0][slots] = weights
+        self._least[0][slots] = np.where(weights > 0, weights, np.inf)
+        block = slots
+        for (sums, least), (above, least_above) in pairwise(zip(self._sums, self._least, strict=True)):
+            block = block // _WIDTH  # the same one may come several times
+            # `reduce` is what `sum` and `min` call, but sooner.
+            above[block] = np.add.reduce(sums.reshape(-1, _WIDTH).take(block, axis=0), axis=1)
+            least_above[block] = np.minimum.reduce(least.reshape(-1, _WIDTH).take(block, axis=0), axis=1)
+
+    def get(self, slots: Ints) -> Floats:
+        """The weights of slots."""
+        return self._sums[0].take(slots)
+
+    @property
+    def weights(self) -> Floats:
+        """All weights [capacity], a view."""
+        return self._sums[0][: self.capacity]
+
+    @property
+    def _running(self) -> Floats:
+        if self._top is None:
+            self._top = np.empty(len(self._sums[-1]) + 1)
+            self._top[0] = 0.0
+            torch.cumsum(torch.from_numpy(self._sums[-1]), -1, out=torch.from_numpy(self._top[1:]))
+        return self._top
+
+    @property
+    def total(self) -> float:
+        """The sum of all weights."""
+        return float(self._running[-1])
+
+    @property
+    def least(self) -> float:
+        """The least positive weight; infinite if there is none."""
+        return float(np.minimum.reduce(self._least[-1]))
+
+    def find(self, places: Floats) -> Ints:
+        """The slots at the given places in ``[0, 1)``, if all weights are laid end to end on that interval."""
+        upto = self._running
+        rest = np.minimum(places * upto[-1], math.nextafter(upto[-1], 0.0))
+        order = rest.argsort()  # sorted places are found sooner, by more than it takes to sort them
+        found = np.empty(len(rest), np.int64)
+        found[order] = upto.searchsorted(rest[order], side="right") - 1
+        rest -= upto.take(found)
+        rows, each = np.zeros((len(places), _WIDTH + 1)), np.arange(len(places))
+        ends = torch.from_numpy(rows[:, 1:])
+        for sums in self._sums[-2::-1]:
+            some = torch.from_numpy(sums.reshape(-1, _WIDTH).take(found, axis=0))
+            torch.cumsum(some, -1, out=ends)  # which takes a third of NumPy's time
+            # Rounding must not move a place past the end of its block, where the next slot may have the weight 0.
+            rest = np.minimum(rest, np.nextafter(rows[:, -1], 0.0))
+            child = (rows[:, 1:] > rest[:, None]).argmax(axis=1)
+            rest -= rows[each, child]
+            found = found * _WIDTH + child
+        return found
+
+    def find_among(self, slots: Ints, places: Floats) -> Ints:
+        """The same over the weights of `slots` [M] alone; ValueError if all of them are 0."""
+        upto = self.get(slots).cumsum()
+        if not upto[-1] > 0:
+            raise ValueError("every frame at which a slice can begin has priority 0: give some frame a positive one")
+        places = np.minimum(places * upto[-1], math.nextafter(upto[-1], 0.0))
+        return slots[np.searchsorted(upto, places, side="right")]
+
+
+class DeviceSums:
+    """The same on a device: nothing is copied to the host, or waits for the device.
+
+    In place of a tree, it has the running sums of all weights, which a GPU makes again as fast as it runs through one.
+    """
+
+    xp = torch
+    total = math.inf  # not known on the host
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.weights = torch.zeros(capacity, dtype=torch.float64, device=device)
+        self._upto: Tensor | None = None  # the running sums, until a weight changes
+
+    def moved(self, array: Any) -> Tensor:
+        """An array on the device."""
+        here = array if isinstance(array, Tensor) else torch.from_numpy(array)
+        return here.to(self.weights.device, non_blocking=True)
+
+    def put(self, slots: Any, weights: Any) -> None:
+        """Set the weights of slots, one each or one for all."""
+        self.weights[self.moved(slots)], self._upto = self.moved(weights), None
+
+    def get(self, slots: Tensor) -> Tensor:
+        """The weights of slots."""
+        return self.weights[slots]
+
+    @property
+    def least(self) -> Tensor:
+        """The least positive weight; infinite if there is none."""
+        return torch.where(self.weights > 0, self.weights, torch.inf).amin()
+
+    def find(self, places: Floats) -> Tensor:
+        """See `SumTree.find`."""
+        upto = self._upto = self.weights.cumsum(0) if self._upto is None else self._upto
+        below = torch.nextafter(upto[-1], torch.zeros_like(upto[-1]))
+        return torch.searchsorted(upto, torch.minimum(self.moved(places) * upto[-1], below), right=True)
+
+
+def numbers_of(name: str, values: Any, kinds: str) -> npt.NDArray[Any]:
+    """The values as an array ``[N]``; TypeError unless its dtype is of one of these kinds."""
+    wanted = "integers: slots" if kinds == "iu" else "numbers: one for each frame, or one for all"
+    try:
+        array = torch.as_tensor(values).detach().cpu()
+        numbers = (array.float() if array.dtype == torch.bfloat16 else array).numpy().reshape(-1)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} is {shown(values)}, expected {wanted}") from error
+    if numbers.dtype.kind not in kinds and (numbers.size or is_tensor_collection(values)):
+        raise TypeError(f"{name} is {numbers.dtype if numbers.size else type(values).__name__}, expected {wanted}")
+    return numbers
+
+
+def later(written: Any, now: int, count: int) -> Any:
+    """How many frames were written after these numbers of frames, one or [N]; ValueError for impossible ones."""
+    least = most = written
+    if type(written) is not int:
+        written = numbers_of("written", written, "iu").astype(np.int64)
+        if len(written) not in (1, count):
+            raise ValueError(f"written has {len(written)} numbers for {count} frames: give one for each, or for all")
+        least, most = written.min(initial=now), written.max(initial=0)
+    if not 0 <= least <= most <= now:
+        raise ValueError(f"written is {shown(written)}, expected 0 to {now}, the frames so far: pass written_at(index)")
+    return now - written
+
+
+def present_in(memory: BufferView, slots: Ints, written: Any, before: int) -> Bools | None:
+    """Whether the frames that were in `slots` [N] are still there; None if all are. Those of -1 are not.
+
+    They were there when a buffer had been given `written` frames, one number or [N], or None if they are there now. The
+    ring began after `before` of them. ValueError for slots that have no frame, and for an impossible `written`.
+    """
+    after = 0 if written is None else later(written, before + memory.written, len(slots))
+    late = bool(np.any(after > 0)) if isinstance(after, np.ndarray) else after > 0
+    if not len(slots) or (not late and slots.view(np.uint64).max() < len(memory)):  # a negative one is huge there
+        return None
+    present: Bools = slots != -1
+    if late:  # the frame that a slot held then is still there
+        present &= ((memory.written - 1 - slots) % memory.capacity >= after) & (after < memory.written)
+    rest = slots[present]
+    if len(rest) and rest.view(np.uint64).max() >= len(memory):
+        what = f"index holds slots from {rest.min()} to {rest.max()}"
+        where = f"the buffer has frames in 0 … {len(memory) - 1}"
+        raise ValueError(f'{what}, {where}: give slots that extend returned, or those in info["index"]')
+    return present
+
+
+def check_priorities(given: Floats) -> float:
+    """The highest of these priorities; ValueError for one that is negative or not finite."""
+    lowest, highest = (float(given.min()), float(given.max())) if len(given) else (0.0, 0.0)
+    if not (lowest >= 0 and highest < np.inf):
+        what = f"priorities lie between {lowest} and {highest}, expected finite numbers of at least 0"
+        raise ValueError(f"{what}: give for example the absolute TD error")
+    return highest
