@@ -212,7 +212,6 @@ def _jax() -> Any:
 
 
 def _arrays_of(stats: RunningStatistics) -> Any:
-    """The functions of the framework that statistics are of."""
     return _TORCH if isinstance(stats.count, Tensor) else _jax()
 
 

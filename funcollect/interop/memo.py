@@ -64,7 +64,8 @@ def set_since_use(user: Any, variables: Sequence[Variable]) -> list[str]:
     """The names of the variables that have been set since the first call for this user."""
     now = [_content(name, owner) for name, owner in variables]
     before = memo_of(user).setdefault("variables", now)
-    return [name for (name, _), one, two in zip(variables, now, before, strict=True) if not _is_same(one, two)]
+    pairs = ((name, one, two) for (name, _), one, two in zip(variables, now, before, strict=True) if one is not two)
+    return [name for name, one, two in pairs if type(one) is not type(two) or not isinstance(one, _PLAIN) or one != two]
 
 
 def _content(name: str, owner: Any) -> Any:
@@ -83,7 +84,3 @@ def content_of(cell: CellType) -> Any:
 
 def _is_value(content: Any) -> bool:
     return isinstance(content, _PLAIN) or (hasattr(content, "dtype") and hasattr(content, "shape"))
-
-
-def _is_same(one: Any, two: Any) -> bool:
-    return one is two or (type(one) is type(two) and isinstance(one, _PLAIN) and one == two)

@@ -108,7 +108,6 @@ def _keys_of_arguments(keys: list[str], parameters: list[inspect.Parameter], req
 
 
 def _is_tensordict(argument: inspect.Parameter) -> bool:
-    """Whether an argument is a TensorDict, by its name or annotation."""
     kind = argument.annotation
     by_text = isinstance(kind, str) and "TensorDict" in kind
     by_class = inspect.isclass(kind) and issubclass(kind, TensorDictBase)

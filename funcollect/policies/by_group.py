@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from funcollect.keys import Key, Noise
 from funcollect.policies.base import PolicyBase, check_policy, device_of, lane_mask, select_program
 from funcollect.policies.checks import check_action
 from funcollect.policies.jax_functions.jax_policy import FunctionPolicy, check_sees_all
-from funcollect.policies.numerics import TORCH, jax_numerics
+from funcollect.policies.numerics import of_kind
 from funcollect.policies.population import LaneIds, Population
 from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
 from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, Policy
@@ -78,6 +78,24 @@ class GroupPolicy(PolicyBase):
     def exploration(self) -> Mapping[str, float]:  # type: ignore[override]
         own = ((name, policy.exploration) for name, policy in self.policies.items())
         return {f"{name}.{key}": value for name, values in own for key, value in values.items()}
+
+    def inputs_of(self, name: str, inputs: ActorInputs, observation: Any, noise: Any) -> ActorInputs:
+        """The inputs of the actor of one policy, which sees this observation and has this noise."""
+        return inputs._replace(
+            observation=self.seen_by(name, observation),
+            params=inputs.params[name],
+            policy_state=inputs.policy_state[name],
+            initial_state=inputs.initial_state[name],
+            noise=noise,
+            exploration=self.of_group(name, inputs.exploration),
+        )
+
+    def seen_by(self, name: str, observation: Any) -> Any:
+        """What a policy reads of an observation: in JAX beside policies in Torch, NumPy's views of tensors."""
+        in_numpy = self.policies[name].backend == "jax" and self.backend == "torch"
+        if in_numpy and device_of(observation).type == "cpu":
+            return optree.tree_map(lambda leaf: leaf.numpy(), observation, namespace=NAMESPACE)
+        return observation
 
     def of_group(self, name: str, exploration: Exploration) -> Exploration:
         """How the policy of a group explores."""
@@ -170,7 +188,7 @@ class GroupPolicy(PolicyBase):
 
     @override
     def init(self, key: Key, num_envs: int, /) -> Any:
-        return {name: policy.init(key, num_envs * self._sizes.get(name, 1)) for name, policy in self.policies.items()}
+        return {name: policy.init(key, num_envs * self.rows_in_lane(name)) for name, policy in self.policies.items()}
 
     @override
     def remembers(self, policy_state: Any, /) -> bool:
@@ -179,11 +197,6 @@ class GroupPolicy(PolicyBase):
     def rows_in_lane(self, name: str) -> int:
         """The number of rows of a policy for each lane, once the environment is known."""
         return self._sizes.get(name, 1)
-
-    def rows_of(self, name: str, mask: Any) -> Any:
-        """The mask of the rows of a policy for a mask [P] of lanes."""
-        n = self.rows_in_lane(name)
-        return mask if n == 1 else mask.repeat_interleave(n) if isinstance(mask, Tensor) else mask.repeat(n)
 
     @property
     def has_populations(self) -> bool:
@@ -245,18 +258,18 @@ class GroupPolicy(PolicyBase):
         return after, {"action": _joined(actions, spec), **outputs}
 
     def parts(self, spec: GroupedSpec) -> dict[str, _Part]:
-        """What the policy of each group sees of an environment."""
+        """What the policy of each group sees of an environment, in the order in which actions are joined."""
         noises, places = self._noises(spec), self.places(spec)
         return {
             name: _Part(
                 name,
-                policy,
+                self.policies[name],
                 self.spec_of(name, spec),
-                0 if name in self.together else spec.groups[name].n,
+                0 if name in self.together else group.n,
                 noises[name],
                 places.get(name, []),
             )
-            for name, policy in self.policies.items()
+            for name, group in spec.groups.items()
         }
 
 
@@ -296,28 +309,15 @@ class _Part(NamedTuple):
         return value.reshape(*lead, num_envs, self.n, *value.shape[len(lead) + 1 :]) if self.n else value
 
 
-def of_kind(noise: Noise, uniform: Any) -> Any:
-    """Numbers of the kind of a policy's noise, of as many uniform ones."""
-    xp: Any = TORCH if isinstance(uniform, Tensor) else jax_numerics()
-    if noise.kind == "gumbel":
-        return -xp.log(-xp.log(uniform))
-    return xp.ndtri(uniform) if noise.kind == "normal" else uniform
-
-
-def seen_by(part: Policy, whole: Policy, observation: Any) -> Any:
-    """What a policy reads as a part of another: in JAX beside policies in Torch, NumPy's views of tensors."""
-    if part.backend == "jax" and whole.backend == "torch" and device_of(observation).type == "cpu":
-        return optree.tree_map(lambda leaf: leaf.numpy(), observation, namespace=NAMESPACE)
-    return observation
-
-
 def select_state(policy: Policy, mask: Any, chosen: Any, other: Any) -> Any:
     """A policy's state: the lanes of the mask [P] from `chosen`, the rest, and Torch's generator, from `other`."""
     if isinstance(policy, GroupPolicy):
-        return {
-            name: select_state(part, policy.rows_of(name, mask), chosen[name], other[name])
-            for name, part in policy.policies.items()
-        }
+        after = {}
+        for name, part in policy.policies.items():
+            n = policy.rows_in_lane(name)
+            rows = mask if n == 1 else mask.repeat_interleave(n) if isinstance(mask, Tensor) else mask.repeat(n)
+            after[name] = select_state(part, rows, chosen[name], other[name])
+        return after
     if policy.backend == "jax":
         return select_program()(mask.numpy(force=True) if isinstance(mask, Tensor) else mask, chosen, other)
     if not isinstance(chosen, TorchPolicyState):
@@ -338,45 +338,50 @@ def _joined(actions: Sequence[Any], spec: ActionSpec) -> Any:
     return import_jax().numpy.concatenate(actions, -1)
 
 
-def running_all(actors: Iterable[Actor]) -> contextlib.AbstractContextManager[Any]:
-    """The contexts of several actors."""
-    stack = contextlib.ExitStack()
-    for actor in actors:
-        stack.enter_context(actor.running())
-    return stack
+class PartsActor(Actor):
+    """Base class of actors that call those of several policies, `_actors` by name."""
 
+    def __init__(self, policy: Any, inputs: ActorInputs) -> None:
+        self._policy = policy
+        own = self._begin(inputs)
+        self._actors = {name: self._actor_of(name, own[name]) for name in own}
 
-class GroupActor(Actor):
-    """The actors of all groups, whose observations are views of the loop's."""
+    def _begin(self, inputs: ActorInputs) -> dict[str, ActorInputs]:
+        """Begin a rollout; return the inputs of each actor."""
+        raise NotImplementedError
 
-    def __init__(self, policy: GroupPolicy, inputs: ActorInputs) -> None:
-        self._policy, self._parts, self._inputs = policy, policy.parts(inputs.spec), inputs  # type: ignore[arg-type]
-        self._actors: dict[str, Any] = {
-            name: part.policy.actor(self._of_group(part, inputs)) for name, part in self._parts.items()
-        }
-
-    def _of_group(self, part: _Part, inputs: ActorInputs) -> ActorInputs:
-        name = part.name
-        return inputs._replace(
-            observation=seen_by(part.policy, self._policy, part.rows(inputs.observation)),
-            params=inputs.params[name],
-            policy_state=inputs.policy_state[name],
-            initial_state=inputs.initial_state[name],
-            noise=None if inputs.noise is None else part.noise(inputs.noise),
-            exploration=self._policy.of_group(name, inputs.exploration),
-            spec=part.spec,
-            num_envs=inputs.num_envs * max(part.n, 1),
-            single=False,
-        )
+    def _actor_of(self, name: str, own: ActorInputs) -> Actor:
+        return self._policy.policies[name].actor(own)  # type: ignore[no-any-return]
 
     @override
     def again(self, inputs: ActorInputs, /) -> bool:
-        self._inputs = inputs
-        return all(self._actors[name].again(self._of_group(part, inputs)) for name, part in self._parts.items())
+        own = self._begin(inputs)
+        return all(actor.again(own[name]) for name, actor in self._actors.items())
 
     @override
     def running(self) -> contextlib.AbstractContextManager[Any]:
-        return running_all(self._actors.values())
+        stack = contextlib.ExitStack()
+        for actor in self._actors.values():
+            stack.enter_context(actor.running())
+        return stack
+
+
+class GroupActor(PartsActor):
+    """The actors of all groups, whose observations are views of the loop's."""
+
+    def __init__(self, policy: GroupPolicy, inputs: ActorInputs) -> None:
+        self._parts = policy.parts(inputs.spec)  # type: ignore[arg-type]
+        super().__init__(policy, inputs)
+
+    @override
+    def _begin(self, inputs: ActorInputs) -> dict[str, ActorInputs]:
+        self._inputs = inputs
+        return {name: self._of_group(part, inputs) for name, part in self._parts.items()}
+
+    def _of_group(self, part: _Part, inputs: ActorInputs) -> ActorInputs:
+        noise = None if inputs.noise is None else part.noise(inputs.noise)
+        own: ActorInputs = self._policy.inputs_of(part.name, inputs, part.rows(inputs.observation), noise)
+        return own._replace(spec=part.spec, num_envs=inputs.num_envs * max(part.n, 1), single=False)
 
     @override
     def act(self, t: int) -> Any:

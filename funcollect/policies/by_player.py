@@ -16,8 +16,9 @@ from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import Noise
 from funcollect.policies.base import PolicyBase, check_policy, device_of, lane_mask
-from funcollect.policies.by_group import GroupPolicy, of_kind, running_all, seen_by, select_state
+from funcollect.policies.by_group import GroupPolicy, PartsActor, select_state
 from funcollect.policies.jax_functions.jax_policy import check_sees_all
+from funcollect.policies.numerics import of_kind
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, Policy
 from funcollect.specs import PLAYER, ActionSpec, Space
@@ -120,49 +121,28 @@ class PlayerPolicy(GroupPolicy):
         player, noises = observation[PLAYER], self.noises(noise, spec)
         after, outputs = {}, []
         for number, (name, policy) in enumerate(self.policies.items()):
-            seen, values = seen_by(policy, self, observation), self.of_group(name, exploration)
+            seen, values = self.seen_by(name, observation), self.of_group(name, exploration)
             moved, found = policy(params[name], state[name], seen, noises[name], spec, values)
             after[name] = select_state(policy, player != number, state[name], moved)
             outputs.append(found)
         return after, _chosen(player, outputs)
 
 
-class PlayerActor(Actor):
+class PlayerActor(PartsActor):
     """The actors of all players."""
 
-    def __init__(self, policy: PlayerPolicy, inputs: ActorInputs) -> None:
-        self._policy = policy
-        own, self._actors = self._begin(inputs), dict[str, Any]()
-        for number, (name, each) in enumerate(policy.policies.items()):
-            remembers = each.remembers(inputs.policy_state[name])
-            self._actors[name] = _Remembering(each, own[name], number) if remembers else each.actor(own[name])
-
+    @override
     def _begin(self, inputs: ActorInputs) -> dict[str, ActorInputs]:
-        """Begin a rollout; return the inputs of each actor."""
         policy, self._player = self._policy, inputs.observation[PLAYER]
         size, place = (inputs.length, inputs.num_envs), device_of(inputs.observation)
         self._movers = torch.empty(size, dtype=torch.int64, device=place)
         noises = policy.noises(inputs.noise, inputs.spec)
-        return {
-            name: inputs._replace(
-                observation=seen_by(each, policy, inputs.observation),
-                params=inputs.params[name],
-                policy_state=inputs.policy_state[name],
-                initial_state=inputs.initial_state[name],
-                noise=noises[name],
-                exploration=policy.of_group(name, inputs.exploration),
-            )
-            for name, each in policy.policies.items()
-        }
+        return {name: policy.inputs_of(name, inputs, inputs.observation, noises[name]) for name in policy.policies}
 
     @override
-    def again(self, inputs: ActorInputs, /) -> bool:
-        own = self._begin(inputs)
-        return all(actor.again(own[name]) for name, actor in self._actors.items())
-
-    @override
-    def running(self) -> Any:
-        return running_all(self._actors.values())
+    def _actor_of(self, name: str, own: ActorInputs) -> Actor:
+        policy = self._policy.policies[name]
+        return _Remembering(policy, own, int(name)) if policy.remembers(own.policy_state) else policy.actor(own)
 
     @override
     def act(self, t: int) -> Any:

@@ -129,7 +129,6 @@ class NormalizedModule(nn.Module):
 
 
 def _buffers(stats: RunningStatistics) -> dict[str, Tensor]:
-    """The buffers of a `NormalizedModule`, by name."""
     found = {"count": stats.count}
     for number, name in enumerate(sorted(stats.mean)):
         mean, variance = stats.mean[name], stats.variance[name]

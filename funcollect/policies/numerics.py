@@ -13,6 +13,7 @@ import torch
 from gymnasium import spaces
 
 from funcollect.interop.jax_setup import import_jax
+from funcollect.keys import Noise
 from funcollect.specs import ActionSpec
 from funcollect.tree import NAMESPACE, ranked, select
 
@@ -147,6 +148,14 @@ def jax_numerics() -> Any:
         scan=jax.lax.scan,
         vmap=jax.vmap,
     )
+
+
+def of_kind(noise: Noise, uniform: Any) -> Any:
+    """Numbers of the kind of a policy's noise, of as many uniform ones, of Torch or JAX."""
+    xp: Any = TORCH if isinstance(uniform, torch.Tensor) else jax_numerics()
+    if noise.kind == "gumbel":
+        return -xp.log(-xp.log(uniform))
+    return xp.ndtri(uniform) if noise.kind == "normal" else uniform
 
 
 def encode_choices(xp: Any, chosen: Sequence[Any], spec: ActionSpec) -> Any:

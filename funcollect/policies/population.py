@@ -165,7 +165,6 @@ class JaxPopulation(Population, JaxPolicy):
         self.take_over(policy, apply=self._members(self._group), params=params)
 
     def _members(self, group: MemberLanes) -> Callable[..., Any]:
-        """The function for the rows of a group."""
         jax, member, size = import_jax(), self._member, self.size
 
         @wraps(member)  # it is asked for its parameters: whether it takes keys

@@ -68,11 +68,12 @@ LIBRARIES = {
 BATCH_SIZES = (1, 2, 7, 64) if SCALE > 1 else (1, 7)  # a module may be exported anew for each
 CONVOLUTIONS = ("cnn", "impala", "ConvNet", "CNN", "Cnn", "image")
 
-LEARNING = [  # one of each kind
-    *("mlp tanh", "nature cnn", "impala", "gru cell", "lstm cell", "gru layers", "lstm both ways", "transformer"),
-    *("image and vector", "tensordict sequential", "torchrl DuelingCnnDQNet", "torchrl LSTMModule"),
-    *("torchrl GRUModule", "torchrl NoisyLinear", "sb3 ActorCriticPolicy, discrete"),
+LEARNING = [  # one of each kind; the rules of all operators are compared in `test_lowering_operators`
+    *("nature cnn", "lstm cell", "lstm both ways", "transformer", "tensordict sequential", "torchrl DuelingCnnDQNet"),
+    *("torchrl LSTMModule", "torchrl GRUModule", "torchrl NoisyLinear", "sb3 ActorCriticPolicy, discrete"),
+    *in_soak(["mlp tanh", "impala", "gru cell", "gru layers", "image and vector"]),
 ]
+SPECIAL = ("rotary embedding", "spectral, complex weights", "spatial transformer", "bags", "masked encoder", "whitened")
 
 
 def tolerance(name):
@@ -112,7 +113,7 @@ def test_gradients_equal_torchs(name):
     assert_gradients_equal(module, lowered, inputs(3), rtol=1e-3, atol=10 * tolerance(name))
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*SPECIAL, *in_soak(name for name in NETWORKS if name not in SPECIAL)])
 def test_networks_of_complex_numbers_linear_algebra_bags_or_grids_equal_torchs(name):
     module, inputs = made(NETWORKS[name][0]), NETWORKS[name][1]
     lowered, given = lower_module(module, inputs(3)), inputs(5)

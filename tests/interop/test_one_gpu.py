@@ -36,6 +36,11 @@ def device(request):
     return request.param
 
 
+# On the CPU other tests prove the same of every pair, such as those of paths.
+GPU_FIRST = [pytest.param(each, marks=pytest.mark.evening) if each == "cpu" else each for each in DEVICES]
+of_a_gpu = pytest.mark.parametrize("device", GPU_FIRST, indirect=True)
+
+
 @cache
 def ours(backend, name, device):
     """One pair for several tests, so that it compiles once."""
@@ -49,6 +54,7 @@ def check_on(device, batch):
     assert torch.equal(batch["next", "observation"][:, :-1][goes_on], batch["observation"][:, 1:][goes_on])
 
 
+@of_a_gpu
 @each_route
 def test_batches_are_on_the_device_with_the_torch_networks_log_probabilities(device, backend, name):
     pair = ours(backend, name, device)
@@ -91,6 +97,7 @@ def test_every_dtype_shares_its_memory(device):
     assert all(each == {TO_TORCH: True, TO_JAX: True} for each in dtypes(device, DTYPES).values())
 
 
+@of_a_gpu
 @pytest.mark.parametrize(("backend", "name"), [each for each in ROUTE_NAMES if str(each.values[1]).startswith("Torch")])
 def test_weights_written_in_place_reach_the_next_rollout_only(device, backend, name):
     pair = Ours(ROUTES[backend][name], ENVS[backend], LANES, LENGTH, device)
@@ -119,6 +126,7 @@ def test_cuda_graphs_give_the_data_of_the_plain_loop():
     assert torch.equal(two["next", "observation"][:, -1][goes_on], again["observation"][:, 0][goes_on])
 
 
+@of_a_gpu
 @pytest.mark.parametrize("env_id", [*TWINS, *TWINS.values()])
 def test_random_actions_are_on_the_device_and_those_of_the_cpu(device, env_id):
     env = make_env(env_id, 3, device)

@@ -11,6 +11,7 @@ import torch
 import funcollect as fc
 from tests.support import cases
 from tests.support.compare import collect
+from tests.support.running import once
 
 KEY = ("collector", "exploration", "epsilon")
 EACH = [0.0, 0.5, 1.0]  # of three lanes
@@ -24,8 +25,11 @@ def values(framework, epsilon):
     return fc.jax_policy(lambda p, x: jnp.stack([x[:, 0] * 0 + p, x[:, 0] * 0], -1), jnp.asarray(9.0), head=head)
 
 
+NAMES = ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"]
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+@pytest.mark.parametrize("name", NAMES)
 def test_epsilon_acts_and_is_in_the_batch(framework, name):
     env, policy = fc.make_env(name, num_envs=16), values(framework, 0.0)
     assert dict(policy.exploration) == {"epsilon": 0.0}
@@ -98,8 +102,7 @@ def schedule(frames):
 OF_LANES = torch.tensor([0.125, 0.5, 0.625, 1.0])
 
 
-@pytest.mark.parametrize("in_process", [True, False])
-@pytest.mark.parametrize("given", [schedule, OF_LANES])
+@pytest.mark.parametrize(("in_process", "given"), once([True, False], [schedule, OF_LANES]))
 def test_lanes_in_workers_have_the_values_of_the_run(given, in_process):
     policy, two = values("torch", 0.3), lambda: fc.make_env("CartPole-v1", num_envs=2)
     keywords = {"frames_per_batch": 100, "total_frames": 300, "seed": 0, "exploration": {"epsilon": given}}
@@ -161,8 +164,7 @@ def lowered(_, epsilon):
 MAKERS = {"function": ("torch", values), "jax": ("jax", values), "module": ("torch", lowered)}
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+@pytest.mark.parametrize(("kind", "name"), once(MAKERS, NAMES))
 def test_each_lane_has_the_data_of_its_own_number(kind, name):
     env, policy = fc.make_env(name, num_envs=3), MAKERS[kind][1](MAKERS[kind][0], 0.25)
 

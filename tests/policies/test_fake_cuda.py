@@ -30,6 +30,7 @@ from funcollect.policies.tensordict_modules import tensordict_policy
 from funcollect.policies.torch_modules import torch_policy
 from funcollect.specs import ActionSpec
 from funcollect.tree import NAMESPACE
+from tests.support.running import once
 
 CUDA = torch.device("cuda", 0)
 
@@ -256,8 +257,7 @@ def run(make, spec, *, masked=False, random_steps=0, **given):
     return columns
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(("name", "form"), once(HEADS, FORMS))
 def test_a_torch_policy(name, form):
     (head, spec), (make, initial) = HEADS[name], FORMS[form]
     size = spec.choices or 2

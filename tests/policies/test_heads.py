@@ -1,4 +1,5 @@
 import inspect
+import itertools
 import math
 import pydoc
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from funcollect.errors import PolicyError
 from funcollect.keys import draw_ahead, key_from_seed
 from funcollect.policies.numerics import TORCH, jax_numerics
 from funcollect.specs import ActionSpec
+from tests.support.running import once, pairwise
 
 SAMPLES = 20_000
 
@@ -27,6 +29,11 @@ BACKENDS = {
 @pytest.fixture(params=BACKENDS)
 def backend(request):
     return BACKENDS[request.param]
+
+
+def with_backends(names, rows):
+    """A test for these rows of values, of which the first is the name of a backend."""
+    return pytest.mark.parametrize(f"backend, {names}", rows, indirect=["backend"])
 
 
 def in_torch(result):
@@ -76,7 +83,6 @@ DISCRETE = [
     (spaces.MultiDiscrete([[2], [4]]), False),
     (spaces.MultiDiscrete([2, 4]), True),
 ]
-discrete = pytest.mark.parametrize(("space", "one_hot"), DISCRETE, ids=str)
 
 
 def components(action, spec):
@@ -102,10 +108,9 @@ CHOOSING = [
 ]
 
 
-@discrete
-@pytest.mark.parametrize(("head", "probabilities"), CHOOSING)
-def test_choices_are_sampled_and_scored_each_by_itself(backend, space, one_hot, head, probabilities):
-    spec = ActionSpec(space, one_hot)
+@with_backends("kind, choosing", pairwise(BACKENDS, DISCRETE, CHOOSING))
+def test_choices_are_sampled_and_scored_each_by_itself(backend, kind, choosing):
+    spec, (head, probabilities) = ActionSpec(*kind), choosing
     action, log_prob = act(backend, head, LOGITS, spec)
     chosen, wanted = components(action, spec), [*map(probabilities, LOGITS.split(spec.categories))]
     for each, shares in zip(chosen, wanted, strict=True):
@@ -117,10 +122,12 @@ def test_choices_are_sampled_and_scored_each_by_itself(backend, space, one_hot, 
         assert_frequencies(chosen[0] * len(wanted[1]) + chosen[1], joint.reshape(-1).double())
 
 
-@discrete
-@pytest.mark.parametrize("head", [fc.heads.categorical, fc.heads.greedy, fc.heads.epsilon_greedy(0.9)], ids=str)
-def test_the_mode_is_the_best_choice(backend, space, one_hot, head):
-    spec = ActionSpec(space, one_hot)
+MODES = [fc.heads.categorical, fc.heads.greedy, fc.heads.epsilon_greedy(0.9)]
+
+
+@with_backends("kind, head", pairwise(BACKENDS, DISCRETE, MODES))
+def test_the_mode_is_the_best_choice(backend, kind, head):
+    spec = ActionSpec(*kind)
     answers = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
     action, log_prob = act(backend, head, answers, spec, rows=50, mode=True)
     assert (log_prob is None) is (head is fc.heads.greedy)
@@ -129,7 +136,7 @@ def test_the_mode_is_the_best_choice(backend, space, one_hot, head):
 
 
 BOXES = [spaces.Box(-2, 3, (2,)), spaces.Box(-2, 3, (2, 2)), spaces.Box(-2, 3, ()), spaces.Box(-2, 3, (2,), np.float64)]
-boxes = pytest.mark.parametrize("space", BOXES, ids=str)
+boxes = with_backends("space", [*itertools.product(BACKENDS, BOXES)])
 
 
 def pair(space):
@@ -217,8 +224,7 @@ def test_answers_that_do_not_fit_are_refused(head, answer, says):
         head.parse(TORCH, answer, ActionSpec(space))
 
 
-@boxes
-@pytest.mark.parametrize("kind", ["number", "array"])
+@with_backends("space, kind", pairwise(BACKENDS, BOXES, ["number", "array"]))
 def test_clipped_normal_adds_noise_and_clips(backend, space, kind):
     spec, loc = ActionSpec(space), torch.linspace(-3.0, 2.9, math.prod(space.shape)).reshape(space.shape)
     spread = torch.tensor(0.5) if kind == "number" else pair(space)[1]
@@ -265,9 +271,9 @@ def test_help_says_what_the_network_returns(name):
         assert type(getattr(fc.heads, name)).__doc__ in inspect.getsource(type(getattr(fc.heads, name)))
 
 
-@discrete
-def test_entropies_of_discrete_heads(backend, space, one_hot):
-    spec = ActionSpec(space, one_hot)
+@with_backends("kind", once(BACKENDS, DISCRETE))
+def test_entropies_of_discrete_heads(backend, kind):
+    spec = ActionSpec(*kind)
     answer = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
     for head, probabilities in CHOOSING:
         parts = map(probabilities, answer.split(spec.categories, -1))
@@ -303,8 +309,7 @@ def test_outputs_of_16_bits_are_scored_in_32(backend, dtype):
         assert head.log_prob(xp, narrow, outputs, spec).tolist() == head.log_prob(xp, wide, outputs, spec).tolist()
 
 
-@boxes
-@pytest.mark.parametrize("width", [0.1, 0.5, 1.0, 2.0])
+@with_backends("space, width", pairwise(BACKENDS, BOXES, [0.1, 0.5, 1.0, 2.0]))
 def test_entropies_of_normal_heads(backend, space, width):
     loc, spec = pair(space)[0], ActionSpec(space)
     answer = loc[None], torch.full_like(loc, width)[None]

@@ -14,6 +14,7 @@ from funcollect import running_statistics as rs
 from tests.support.compare import assert_close, assert_same, collect, compilations
 from tests.support.envs.light_envs import Sampling
 from tests.support.misuse import refused
+from tests.support.running import in_soak, once
 
 WEIGHT = np.random.default_rng(0).normal(size=(4, 2)).astype(np.float32)
 
@@ -46,7 +47,7 @@ def by_hand(stats, env, length=30):
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
-@pytest.mark.parametrize("kind", ["torch", "xla", "eager", "jax"])
+@pytest.mark.parametrize("kind", [*in_soak(["torch"]), "xla", "eager", "jax"])  # of which Torch's own is one
 def test_every_loop_acts_on_normalised_observations_and_records_raw_ones(name, kind):
     env, backend = fc.make_env(name, num_envs=3), "jax" if kind == "jax" else "torch"
     base = policy_in(backend, kind if kind in ("xla", "eager") else None)
@@ -118,8 +119,7 @@ def test_keys_of_a_function_and_hidden_states_are_passed_on():
     collect(fc.make_env("CartPole-v1", num_envs=2), fc.normalized(recurrent, some_stats()), 9)
 
 
-@pytest.mark.parametrize("kind", ["sync", "multi", "async", "processes"])
-@in_both
+@pytest.mark.parametrize(("kind", "backend"), once(["sync", "multi", "async", "processes"], ["torch", "jax"]))
 def test_collectors_update_statistics_with_every_batch(kind, backend):
     space = fc.make_env("CartPole-v1").observation_space
     policy = fc.normalized(policy_in(backend), rs.init(space, backend=backend))
@@ -144,7 +144,7 @@ def test_collectors_update_statistics_with_every_batch(kind, backend):
             assert collector.params[1] is policy.statistics
 
 
-@pytest.mark.parametrize("kind", ["sync", "in process", "processes"])
+@pytest.mark.parametrize("kind", ["sync", *in_soak(["in process"]), "processes"])
 def test_a_network_alone_is_given_beside_the_statistics(kind):
     network, other = nn.Linear(4, 2), nn.Linear(4, 2)
 
@@ -174,9 +174,12 @@ def test_a_network_alone_is_given_beside_the_statistics(kind):
 PAIR = spaces.Tuple([spaces.Discrete(2), spaces.Box(2, 9, (3,))])
 
 
-@in_both
-@pytest.mark.parametrize(("space", "key"), [(PAIR, "observation"), (spaces.Dict(a=spaces.Discrete(3), b=PAIR), "b")])
-def test_floats_in_a_tuple_have_statistics(space, key, backend):
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    once(["torch", "jax"], [(PAIR, "observation"), (spaces.Dict(a=spaces.Discrete(3), b=PAIR), "b")]),
+)
+def test_floats_in_a_tuple_have_statistics(backend, kind):
+    space, key = kind
     env = fc.make_env(lambda: Sampling(space, spaces.Discrete(2)), num_envs=2)
 
     def answer(observation):

@@ -17,9 +17,13 @@ from torch import nn
 import funcollect as fc
 from funcollect.keys import draw_ahead
 from funcollect.specs import assemble
+from tests.envs.test_agents import Leaving
 from tests.support.cases import mlp
+from tests.support.compare import assert_same
+from tests.support.compare import collect as run_of
 from tests.support.envs.light_envs import Nested
 from tests.support.misuse import Rigged
+from tests.support.running import once
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch.compile's imports
 
@@ -106,8 +110,10 @@ class Noisy(fc.PolicyBase):
         return count + 1, {"action": action, "drawn": drawn, "count": count}
 
 
-@pytest.mark.parametrize("noise", [fc.Noise(kind="normal", shape=(2,)), fc.Noise(kind="key")], ids=["normal", "key"])
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+NOISES = [fc.Noise(kind="normal", shape=(2,)), fc.Noise(kind="key")]
+
+
+@pytest.mark.parametrize(("name", "noise"), once(["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"], NOISES))
 def test_a_jax_policy_of_ones_own_gets_its_noise_as_arrays_of_jax_and_begins_with_each_episode(name, noise):
     env = fc.make_env(name, num_envs=LANES)
     policy = Noisy(noise)
@@ -116,6 +122,16 @@ def test_a_jax_policy_of_ones_own_gets_its_noise_as_arrays_of_jax_and_begins_wit
     assert len(batch["drawn"].unique()) == 360  # another draw for each lane and step
     assert batch["next", "done"].any()
     assert torch.equal(batch["count"].long(), batch["collector", "step"])
+
+
+def test_policies_by_group_act_for_their_groups_in_any_order():
+    env = fc.envs.from_pettingzoo(Leaving, num_envs=LANES)
+
+    def run(**actions):
+        constant = {name: fc.torch_policy(lambda x, n=n: torch.full((len(x),), n)) for name, n in actions.items()}
+        return run_of(env, fc.by_group(constant), 20)
+
+    assert_same(run(ant=1, bee=2), run(bee=2, ant=1))  # rewards show which action an agent took
 
 
 class Bare:

@@ -188,10 +188,10 @@ def test_copies_are_populations_and_changes_of_the_module_act():
     assert torch.equal(collected(env, policy)["action_log_prob"], before["action_log_prob"])
 
 
-SAVED = [(kind, HOST) for kind in ("torch", "recurrent", "normalised torch", "jax")]
+SAVED = [("recurrent", HOST), ("jax", JAX), *in_soak((kind, HOST) for kind in ("torch", "normalised torch", "jax"))]
 
 
-@pytest.mark.parametrize(("kind", "name"), [*SAVED, ("jax", JAX)])
+@pytest.mark.parametrize(("kind", "name"), SAVED)
 def test_a_saved_run_continues(kind, name, tmp_path):
     policy, _ = POPULATIONS[kind]()
     env = environment(name)

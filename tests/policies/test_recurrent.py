@@ -11,6 +11,7 @@ import torch
 
 import funcollect as fc
 from tests.support.compare import collect
+from tests.support.running import once
 
 HIDDEN = 5
 WEIGHTS = np.random.default_rng(0).normal(size=(4 + HIDDEN, HIDDEN)).astype(np.float32)
@@ -36,7 +37,10 @@ def kind(request):
     return KINDS[request.param]
 
 
-@pytest.fixture(params=["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+ENVS = ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"]
+
+
+@pytest.fixture(params=ENVS)
 def env(request):
     if request.param == "CartPole-v1":
         return fc.make_env("CartPole-v1", num_envs=3, max_episode_steps=7)
@@ -88,6 +92,10 @@ def test_recurrent_state_is_reset_with_its_lane(env, kind):
         assert_follows(batch)
 
 
+each_env_and_kind = pytest.mark.parametrize(("env", "kind"), once(ENVS, KINDS), indirect=True)
+
+
+@each_env_and_kind
 def test_a_finished_lane_that_stays_finished_is_not_restarted(env, kind):
     policy = kind.make(cell, kind.initial)
     with fc.SyncDataCollector(env, policy, frames_per_batch=30, reset_when_done=False, seed=1) as collector:
@@ -95,6 +103,7 @@ def test_a_finished_lane_that_stays_finished_is_not_restarted(env, kind):
     assert torch.equal(counts, torch.arange(11, 21, dtype=torch.int32).expand(3, -1))
 
 
+@each_env_and_kind
 def test_the_last_observation_may_be_the_state(env, kind):
     policy = kind.make(last_observation, kind.xp.full((4,), 9.0))
     batch = collect(env, policy, 5, 1, 1, 20)

@@ -142,7 +142,6 @@ def _inverse(layout: Layout) -> Layout:
 
 
 def _is_weight(node: Any, user: Any) -> bool:
-    """Whether an operator, the user of a node, takes it as a weight."""
     if str(user.target) in _TRANSPOSES:
         return bool(node.meta["val"].ndim == 2)
     rule = rules().get(str(user.target)) if isinstance(user.target, torch._ops.OpOverload) else None

@@ -217,7 +217,6 @@ def is_check(node: Any) -> bool:
 
 
 def _faults(program: ExportedProgram) -> Iterator[str]:
-    """Why an export cannot be lowered, where that is, and what to do."""
     for spec in program.graph_signature.output_specs:
         if spec.kind.name not in ("USER_OUTPUT", "LOSS_OUTPUT", "TOKEN"):  # an effect, which has a token, is below
             what = spec.kind.name.removesuffix("_MUTATION").replace("_", " ").lower()

@@ -21,6 +21,7 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memory import aligned
 from funcollect.keys import Noise
 from funcollect.policies.checks import check_action, check_rows
+from funcollect.policies.numerics import of_kind
 from funcollect.protocols import ActorInputs, Columns
 from funcollect.threefry import Pair, hashed_in_jax
 
@@ -182,17 +183,11 @@ def drawing(keys: Pair, steps: Any) -> Draw:
 
 def draw_noise(noise: Noise, draw: Draw) -> Any:
     """The noise of one step: [P, *shape] float32, or uint32 keys [P, 2] or [2]."""
-    jax = import_jax()
     words = draw(noise.words)
     if noise.kind in ("key", "keys"):
         return words[:, 0] if noise.kind == "key" else words.T
     centred = (words >> np.uint32(9)).astype(np.float32) + np.float32(0.5)
-    drawn = centred * np.float32(2.0**-23)
-    if noise.kind == "gumbel":
-        drawn = -jax.numpy.log(-jax.numpy.log(drawn))
-    elif noise.kind == "normal":
-        drawn = jax.scipy.special.ndtri(drawn)
-    return drawn.T.reshape(-1, *noise.shape)
+    return of_kind(noise, centred * np.float32(2.0**-23)).T.reshape(-1, *noise.shape)
 
 
 def split_key(words: Any, num_envs: int) -> tuple[Any, Draw]:

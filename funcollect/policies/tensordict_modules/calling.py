@@ -206,7 +206,6 @@ def _zeros(module: Any, observation: Mapping[Path, Tensor], hidden: Iterable[Pat
 
 
 def _primed(module: Any) -> dict[Path, Tensor]:
-    """The values that the primers of the module's parts fill in."""
     values: dict[Path, Tensor] = {}
     for part in _parts(module):
         if (make := getattr(part, "make_tensordict_primer", None)) is not None:

@@ -151,7 +151,6 @@ def _opened(value: Any) -> Iterable[Any]:
 
 
 def _like(value: Any, parts: list[Any]) -> Any:
-    """One like `value` with other parts."""
     if isinstance(value, dict):
         other = copy.copy(value)
         other.update(zip(value, parts, strict=True))
@@ -240,7 +239,6 @@ def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
 
 
 def _referents(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function refers to, by name."""
     steps = chain.from_iterable(map(dis.get_instructions, _codes(function.__code__)))
     read = [step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     yield from ((name, function.__globals__[name]) for name in dict.fromkeys(read) if name in function.__globals__)

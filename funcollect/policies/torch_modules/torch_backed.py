@@ -211,7 +211,6 @@ class TorchBacked(HeadedPolicy):
 
     @override
     def init(self, key: Key, num_envs: int, /) -> TorchPolicyState:
-        """The initial recurrent state for each lane, and a generator seeded from the key."""
         initial = self.initial_state
         recurrent = None if initial is None else lanes_of(initial, num_envs, self.run_device)
         return TorchPolicyState(recurrent, generator_state(seed_of(fold(key, Purpose.GENERATOR))))

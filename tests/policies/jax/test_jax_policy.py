@@ -19,7 +19,7 @@ from tests.policies.test_policy_protocol import Noisy
 from tests.support.cases import jax_keyed, jax_mlp, jax_recurrent, make_env
 from tests.support.compare import assert_close, assert_same, bits, collect
 from tests.support.misuse import Rigged
-from tests.support.running import pairwise
+from tests.support.running import once, pairwise
 
 EXAMPLE = jnp.zeros((1, 4))
 
@@ -262,7 +262,7 @@ def over_tensors(patch):
 
 
 MAKERS = [jax_mlp, jax_keyed, jax_recurrent]
-CASES = [(make, name) for make in MAKERS for name in ("torch/CartPole-v1", "torch/Pendulum-v1")]
+CASES = once(MAKERS, ("torch/CartPole-v1", "torch/Pendulum-v1"))
 CASES.append((lambda env: Noisy(fc.Noise(kind="normal", shape=(2,))), "torch/CartPole-v1"))
 
 
@@ -310,8 +310,8 @@ def assert_records_what(apply, params, batch):
     torch.testing.assert_close(batch["action_log_prob"].flatten(), chosen)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_a_network_acts_and_changes_between_rollouts(library):
+@pytest.mark.parametrize(("library", "loop"), once(LIBRARIES, LOOPS))
+def test_a_network_acts_and_changes_between_rollouts(library, loop):
     apply, params = LIBRARIES[library](0)
     _, others = LIBRARIES[library](1)
     traced = []
@@ -321,13 +321,11 @@ def test_a_network_acts_and_changes_between_rollouts(library):
         return apply(params, x)
 
     policy = fc.jax_policy(counted, params, head=fc.heads.categorical)
-    for loop, make in LOOPS.items():
-        env = make()
-        policy.params = params
-        assert fc.explain(env, policy).loop == loop
-        assert_records_what(apply, params, collect(env, policy, 40))
-        traces = len(traced)
-        policy.params = others
-        assert_records_what(apply, others, collect(env, policy, 40))
-        assert_records_what(apply, params, collect(env, policy, 40, params=params))
-        assert len(traced) == traces
+    env = LOOPS[loop]()
+    assert fc.explain(env, policy).loop == loop
+    assert_records_what(apply, params, collect(env, policy, 40))
+    traces = len(traced)
+    policy.params = others
+    assert_records_what(apply, others, collect(env, policy, 40))
+    assert_records_what(apply, params, collect(env, policy, 40, params=params))
+    assert len(traced) == traces

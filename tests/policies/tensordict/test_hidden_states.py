@@ -105,7 +105,7 @@ def test_hidden_states_are_those_of_a_loop_by_hand(kind, num_envs, way):
             torch.testing.assert_close(batch["next", key][:, t], carried[key], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("memory", [lstm, gru])
+@pytest.mark.parametrize("memory", [lstm, *in_soak([gru])])
 def test_every_check_of_a_policy_passes(memory):
     report = check_policy(recurrent_actor(memory()), fc.make_env("CartPole-v1", num_envs=3))
     assert {*report.passed} == {check.__name__ for check in POLICY_CHECKS}, str(report)

@@ -26,7 +26,7 @@ from tests.support.cases import HIDDEN, Recurrent, mlp
 from tests.support.compare import assert_same
 from tests.support.compare import collect as run
 from tests.support.policies import Count
-from tests.support.running import in_soak
+from tests.support.running import in_soak, once
 
 
 def collect(policy, env="CartPole-v1", **options):
@@ -156,8 +156,7 @@ def assert_counts(batch, lanes):
 ENVS = ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"]
 
 
-@pytest.mark.parametrize("make", [Count, lambda: count, by_keys], ids=["module", "function", "keys"])
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize(("make", "name"), once([Count, lambda: count, by_keys], ENVS))
 @pytest.mark.parametrize("lengths", [*in_soak([(60,)]), (1, 20, 39)])
 def test_what_is_written_is_read_at_the_next_step(name, make, lengths):
     env, policy = fc.make_env(name, num_envs=3), fc.tensordict_policy(make())
@@ -174,7 +173,7 @@ def test_what_is_written_once_stays():
     assert torch.equal(batch["value"], torch.arange(1.0, 4.0)[:, None].expand(3, 9))
 
 
-@pytest.mark.parametrize("kind", [fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector])
+@pytest.mark.parametrize("kind", [fc.MultiSyncDataCollector, *in_soak([fc.MultiaSyncDataCollector])])
 def test_over_workers(kind):
     kwargs = {"frames_per_batch": 40, "total_frames": 160, "max_frames_per_traj": 12}
     with kind(["CartPole-v1"] * 2, Count(), **kwargs) as collector:
@@ -202,7 +201,7 @@ def test_the_first_episodes_are_those_of_torchrl(lanes):
 
 
 @theirs_warn
-@pytest.mark.parametrize("derived", [False, True])
+@pytest.mark.parametrize("derived", [*in_soak([False]), True])
 def test_noise_of_ornstein_and_uhlenbeck_is_correlated(derived):
     from torchrl.collectors import Collector
 

@@ -25,6 +25,7 @@ from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.testing import POLICY_CHECKS, check_policy
 from tests.support.cases import LocScale, mlp
 from tests.support.compare import assert_close, assert_same, collect
+from tests.support.running import in_soak
 
 Choice = torch.distributions.Categorical
 
@@ -188,7 +189,7 @@ def exploring():
     return TensorDictSequential(values(), EGreedyModule(Categorical(2), eps_init=0.5))
 
 
-@pytest.mark.parametrize("make", [values, exploring, lambda: actor_of(Choice)])
+@pytest.mark.parametrize("make", [*in_soak([values, lambda: actor_of(Choice)]), exploring])
 def test_every_check_of_a_policy_passes(make):
     report = check_policy(make(), fc.make_env("CartPole-v1", num_envs=3))
     idle = {"recurrent"} if make not in (values, exploring) else {"recurrent", "log_probs"}

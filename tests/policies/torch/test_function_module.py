@@ -12,7 +12,7 @@ import funcollect as fc
 from funcollect.policies.torch_modules.settings import dumps, pack, unpack
 from funcollect.policies.torch_modules.skeleton import modules_of
 from tests.support.compare import collect
-from tests.support.running import once
+from tests.support.running import SCALE, in_soak, once
 
 ENV = "CartPole-v1"
 NETWORK = nn.Linear(4, 2)
@@ -107,7 +107,10 @@ def test_copies_have_weights_of_their_own(kind):
         always(network, 0)
 
 
-@pytest.mark.parametrize(("kind", "in_process"), once(KINDS, (True, False)))
+FOLLOWED = [("global", True), ("global", False), ("closure", False), ("method of an object", True)]
+
+
+@pytest.mark.parametrize(("kind", "in_process"), FOLLOWED if SCALE == 1 else once(KINDS, (True, False)))
 def test_workers_follow(kind, in_process):
     policy, network = made(kind)
     kwargs = {"frames_per_batch": 20, "seed": 0, "in_process": in_process}
@@ -118,7 +121,7 @@ def test_workers_follow(kind, in_process):
         assert (next(collector)["action"] == 1).all()
 
 
-@pytest.mark.parametrize("kind", ["global", "closure"])
+@pytest.mark.parametrize("kind", ["global", *in_soak(["closure"])])
 def test_an_evaluator_and_a_saved_run_have_the_weights(kind, tmp_path):
     policy, network = made(kind)
     with fc.Evaluator(ENV, policy, episodes=2, seed=0) as evaluator:

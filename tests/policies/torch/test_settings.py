@@ -12,6 +12,7 @@ import funcollect as fc
 from funcollect.policies.torch_modules.settings import Look, ModuleSettings
 from tests.support import cases
 from tests.support.policies import gate
+from tests.support.running import once
 
 
 def module():
@@ -90,7 +91,7 @@ def test_a_copy_in_another_process_looks_by_itself():
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:Lazy modules:UserWarning")
-envs = pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+ENVS = ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"]
 
 
 def collected(policy, name):
@@ -100,7 +101,7 @@ def collected(policy, name):
     return batch
 
 
-@envs
+@pytest.mark.parametrize("name", ENVS)
 def test_a_program_of_torchscript_acts_as_the_module_that_it_was_made_from(name):
     module = cases.mlp(4, 2)
     programs = [torch.jit.script(module), torch.jit.trace(module, torch.zeros(2, 4))]
@@ -131,8 +132,7 @@ LAZY = {
 }
 
 
-@envs
-@pytest.mark.parametrize("kind", LAZY)
+@pytest.mark.parametrize(("kind", "name"), once(LAZY, ENVS))
 def test_init_makes_the_parameters_of_lazy_layers(kind, name):
     net = nn.Sequential(nn.LazyLinear(8), nn.Dropout(0.0), nn.LazyLinear(2))
     batch = collected(LAZY[kind](net), name)
