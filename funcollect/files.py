@@ -1,15 +1,19 @@
-"""Plain data as JSON and arrays, rebuilt without executing code; and files that are complete or absent."""
+"""Plain data as JSON and arrays, rebuilt without executing code; files and steps that are complete or absent."""
 
 from __future__ import annotations
 
+# `signal` looks for each handler in an enum, which takes longer than most blocks.
+import _signal  # type: ignore[import-not-found]
 import contextlib
 import json
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -252,3 +256,30 @@ def read_data(path: Path, kind: str) -> Any:
         mend = "load it with the version that saved it"
         raise ValueError(f"{path} has format {found[1]}, this version of funcollect reads format {_FORMAT}: {mend}")
     return value
+
+
+class Uninterrupted:
+    """A block at whose end Ctrl-C is handled, in the main thread, which alone it interrupts; blocks may be nested."""
+
+    __slots__ = ("_handler", "_interrupted_at")
+    _outermost: ClassVar[Uninterrupted | None] = None  # the block that the main thread is in
+
+    def __enter__(self) -> None:
+        self._interrupted_at: FrameType | None = None  # the frame in which the signal arrived
+        self._handler: Any = None
+        outermost = Uninterrupted._outermost is None and threading.current_thread() is threading.main_thread()
+        if outermost and callable(handler := _signal.getsignal(_signal.SIGINT)):
+            self._handler = handler
+            _signal.signal(_signal.SIGINT, self._note)
+            Uninterrupted._outermost = self
+
+    def _note(self, _: int, frame: FrameType | None) -> None:
+        self._interrupted_at = frame
+
+    def __exit__(self, *_: object) -> None:
+        if self._handler is None:
+            return
+        Uninterrupted._outermost = None
+        _signal.signal(_signal.SIGINT, self._handler)
+        if self._interrupted_at is not None:
+            self._handler(_signal.SIGINT, self._interrupted_at)

@@ -7,6 +7,7 @@ import signal
 import warnings
 from importlib.metadata import version
 
+import cloudpickle
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -43,6 +44,14 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.fixture(scope="module")
+def sent_by_value(request):
+    """Processes get what a test module defines by value. By name they would import the module, pytest and all."""
+    cloudpickle.register_pickle_by_value(request.module)
+    yield
+    cloudpickle.unregister_pickle_by_value(request.module)
 
 
 @pytest.fixture(scope="session")

@@ -15,15 +15,10 @@ from torch import nn
 import funcollect as fc
 from tests.support.compare import assert_same
 from tests.support.misuse import refused
-from tests.support.programs.resumable import RUNS
+from tests.support.programs.resumable import RUNS, main
 from tests.support.running import ROOT, SCALE, in_soak, scaled
 
 BATCHES = 11  # and one more for every kill
-
-
-def run(kind, directory, batches):
-    arguments = [sys.executable, "-m", "tests.support.programs.resumable", kind, str(directory), str(batches)]
-    return subprocess.Popen(arguments, cwd=ROOT)
 
 
 def log(directory):
@@ -35,18 +30,19 @@ def log(directory):
 def test_a_killed_run_continues_bit_for_bit(kind, tmp_path):
     kills, chance = scaled(2) if SCALE > 1 else 1, random.Random(kind)
     batches = BATCHES + kills
-    assert run(kind, tmp_path / "whole", batches).wait() == 0
+    main(kind, tmp_path / "whole", batches)
     whole = dict(log(tmp_path / "whole"))
     assert len(whole) == batches + 1
     killed = tmp_path / "killed"
+    command = [sys.executable, "-m", "tests.support.programs.resumable", kind, str(killed), str(batches)]
     for kill in range(kills):
-        process, target = run(kind, killed, batches), 1 + (BATCHES - 1) * kill // kills + chance.randrange(3)
+        process, target = subprocess.Popen(command, cwd=ROOT), 1 + (BATCHES - 1) * kill // kills + chance.randrange(3)
         while process.poll() is None and len(dict(log(killed))) < target:
             time.sleep(0.002)
         time.sleep(chance.random() * 0.02)  # anywhere in a batch, an update or a checkpoint
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert run(kind, killed, batches).wait() == 0
+    main(kind, killed, batches)
     lines = log(killed)
     assert {number: whole[number] for number, _ in lines} == dict(lines)
     assert all(whole[number] == digest for number, digest in lines)

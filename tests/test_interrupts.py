@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from funcollect.interrupts import Uninterrupted
+from funcollect.files import Uninterrupted
 
 
 def press_ctrl_c_inside(reached):

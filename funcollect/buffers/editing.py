@@ -17,7 +17,7 @@ from funcollect.buffers import ring
 from funcollect.buffers.priorities import numbers_of, present_in
 from funcollect.buffers.storages import Storage
 from funcollect.buffers.storages.storage import slots_at
-from funcollect.interrupts import Uninterrupted
+from funcollect.files import Uninterrupted
 from funcollect.messages import clipped, kind_of, shown
 from funcollect.trajectories.split import readable
 from funcollect.tree import Path, as_path, flatten, time_last

@@ -26,7 +26,7 @@ from funcollect.buffers.reader import ReplayReader, check_readable
 from funcollect.buffers.samplers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
 from funcollect.buffers.storages import LazyTensorStorage, ListStorage, Storage
 from funcollect.buffers.trajectory_index import Trajectories
-from funcollect.interrupts import Uninterrupted
+from funcollect.files import Uninterrupted
 from funcollect.messages import shown
 
 __all__ = ["ReplayBuffer"]

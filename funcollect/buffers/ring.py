@@ -26,7 +26,7 @@ from funcollect.buffers.storages.row_storages import LazyTensorStorage
 from funcollect.buffers.storages.storage import ListStorage, Storage
 from funcollect.buffers.trajectory_index import Trajectories, TrajectoryIndex
 from funcollect.errors import StaleStateError
-from funcollect.interrupts import Uninterrupted
+from funcollect.files import Uninterrupted
 from funcollect.keys import Key
 from funcollect.messages import clipped, shown
 from funcollect.trajectories.final_observations import is_compact

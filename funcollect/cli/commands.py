@@ -76,7 +76,7 @@ def collect(arguments: Namespace) -> None:
         env = make_env(arguments, num_envs)
         policy = make_policy(arguments, env, seed)
         write = {
-            None: saver(folder / "batch", frames),
+            None: lambda batches: save(folder / "batch", frames, batches),
             "minari": lambda batches: fc.datasets.write_minari(folder / "dataset", batches, env=env, seed=seed),
             "lerobot": lambda batches: fc.datasets.write_lerobot(folder / "dataset", batches, env=env, seed=seed),
             "hf": lambda batches: fc.datasets.to_hf(batches, folder / "dataset"),
@@ -314,21 +314,17 @@ def output_folder(out: Path, overwrite: bool, *, whole: bool = True) -> Iterator
             raise
 
 
-def saver(path: Path, frames: int) -> Callable[[Iterable[TensorDict]], None]:
-    """A function that writes batches [P, T] of equal shape one after another as one memory-mapped TensorDict."""
-
-    def save(batches: Iterable[TensorDict]) -> None:
-        store: TensorDict | None = None
-        filled = 0
-        for batch in batches:
-            length = batch.shape[-1]
-            if store is None:
-                whole = batch[..., :1].expand(*batch.shape[:-1], math.ceil(frames / batch.numel()) * length)
-                store = _reserved(path, whole)
-            store[..., filled : filled + length].update_(batch)
-            filled += length
-
-    return save
+def save(path: Path, frames: int, batches: Iterable[TensorDict]) -> None:
+    """Write batches [P, T] of equal shape, with so many frames, one after another as one memory-mapped TensorDict."""
+    store: TensorDict | None = None
+    filled = 0
+    for batch in batches:
+        length = batch.shape[-1]
+        if store is None:
+            whole = batch[..., :1].expand(*batch.shape[:-1], math.ceil(frames / batch.numel()) * length)
+            store = _reserved(path, whole)
+        store[..., filled : filled + length].update_(batch)
+        filled += length
 
 
 def _reserved(path: Path, like: TensorDict) -> TensorDict:

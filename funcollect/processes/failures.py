@@ -19,21 +19,19 @@ class UnsentResultError(TypeError):
 
 
 @contextlib.contextmanager
-def sending(what: str, where: str, mend: str) -> Iterator[None]:
-    """Raise TypeError in place of the exception of something that cannot be pickled."""
+def sending(what: str, where: str, mend: str, kind: type[TypeError] = TypeError) -> Iterator[None]:
+    """Raise a TypeError in place of the exception of something that cannot be pickled."""
     try:
         yield
     except Exception as error:
-        raise TypeError(f"{what} cannot be sent to {where} ({shown(error, 200)}): {mend}") from error
+        raise kind(f"{what} cannot be sent to {where} ({shown(error, 200)}): {mend}") from error
 
 
 def check_sendable(results: Any) -> None:
     """Raise UnsentResultError for the results of a user's function if they cannot be pickled."""
-    try:
+    mend = "it has been called; return numbers, strings or arrays"
+    with sending("the result of function", "another process", mend, UnsentResultError):
         cloudpickle.dumps(results)
-    except Exception as error:
-        why = f"the result of function cannot be sent to another process ({shown(error, 200)})"
-        raise UnsentResultError(f"{why}, though it has been called: return numbers, strings or arrays") from error
 
 
 class Failure(NamedTuple):

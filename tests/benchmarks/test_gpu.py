@@ -156,6 +156,7 @@ def test_memory_held_together_is_compared_with_the_needs_of_each():
     assert "ratio" not in nothing["data"]
 
 
+@pytest.mark.evening
 def test_both_torch_routes_take_images():
     factories = contestants("gymnax/Breakout-MinAtar", 2, 3, "cpu")
     for name in ("Torch policy, lowered", "Torch policy, crossing"):

@@ -140,6 +140,29 @@ def test_overwrite_replaces_an_earlier_run_and_one_that_fails_leaves_it(tmp_path
     assert os.listdir(tmp_path) == ["out"]
 
 
+READERS = {"minari": fc.datasets.read_minari, "lerobot": fc.datasets.read_lerobot, "hf": fc.datasets.from_hf}
+
+
+@pytest.mark.parametrize("form", READERS)
+def test_a_dataset_has_the_whole_episodes_of_the_run(form, tmp_path, capsys):
+    assert run(tmp_path / "out", "--dataset", form) == 0
+    assert sorted(os.listdir(tmp_path / "out")) == ["dataset", "returns.png", "stats.json"]
+    statistics = json.loads((tmp_path / "out" / "stats.json").read_text())
+    stats = fc.episode_stats(torch.cat([*READERS[form](tmp_path / "out" / "dataset")]))
+    assert len(stats) == statistics["episodes"] > 10
+    assert stats.mean_return == pytest.approx(statistics["return"]["mean"])
+    capsys.readouterr()
+    assert run(tmp_path / "out") == 2
+    assert "--overwrite" in error_of(capsys)
+
+
+@pytest.mark.usefixtures("rigged")
+def test_a_run_that_fails_leaves_the_dataset_that_was_written(tmp_path, capsys):
+    assert main(["collect", "Broken-v0", "--out", str(tmp_path / "out"), "--dataset", "minari"]) == 2
+    assert "the arm broke off" in capsys.readouterr().err
+    assert (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("arguments", "words"), [
     ([], "required: COMMAND"),
     (["fly"], "invalid choice: 'fly'"),

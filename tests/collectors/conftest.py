@@ -6,6 +6,11 @@ import funcollect as fc
 from tests.support.workers import multi, ray_collector, wait_until
 
 
+@pytest.fixture(scope="module", autouse=True)
+def light_processes(sent_by_value):
+    """Workers import no test module."""
+
+
 @pytest.fixture
 def ray_cluster_if_marked(request):
     """The cluster, for those cases of a test that are marked `ray`."""

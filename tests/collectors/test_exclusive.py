@@ -14,6 +14,7 @@ from gymnasium import spaces
 
 import funcollect as fc
 from tests.support.compare import assert_same
+from tests.support.running import in_soak
 from tests.support.workers import wait_until
 
 
@@ -48,7 +49,7 @@ class Gate(gymnasium.Env):
         return np.full(1, self.steps, np.float32), float(action), self.steps == 5, False, {}
 
 
-@pytest.mark.parametrize("kind", ["sync", "lane workers", "serial", "processes", "asynchronous"])
+@pytest.mark.parametrize("kind", ["sync", "lane workers", "processes", *in_soak(["serial", "asynchronous"])])
 def test_another_thread(kind, tmp_path):
     def make():
         keywords = {"frames_per_batch": 24, "seed": 0}

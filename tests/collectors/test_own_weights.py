@@ -10,7 +10,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 
 import funcollect as fc
 from tests.support.policies import KINDS, InJax, Layer, Recording, seen_by, until
-from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY, in_soak
+from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY, in_soak, once, pairwise
 from tests.support.workers import multi, ray_collector
 
 ENVS = {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 20}
@@ -36,7 +36,8 @@ OVER_RAY = {
     "workers in actors": lambda policy: ray_collector(policy=policy, **ENVS, **NESTED),
 }
 HERE = [*COLLECTORS, *in_soak(MORE)]
-EVERYWHERE = [*HERE, *(pytest.param(name, marks=AN_EVENING_OVER_RAY) for name in OVER_RAY)]
+SAVED = [*pairwise(HERE, KINDS, [True, False])]
+SAVED += [pytest.param(*each, marks=AN_EVENING_OVER_RAY) for each in pairwise(OVER_RAY, KINDS, [True, False])]
 pytestmark = [pytest.mark.usefixtures("ray_cluster_if_marked"), FORKS_OF_RAY]
 
 
@@ -47,15 +48,14 @@ def weights_in(saved):
     return weights_in([*saved["workers"].values()]) if "workers" in saved else saved["policy_state_dict"]
 
 
-@pytest.fixture(params=HERE)
-def make(request):
-    return (COLLECTORS | MORE | OVER_RAY)[request.param]
+def make(name, policy):
+    return (COLLECTORS | MORE | OVER_RAY)[name](policy)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_new_params_act(kind, make):
+@pytest.mark.parametrize(("name", "kind"), once(HERE, KINDS))
+def test_new_params_act(name, kind):
     policy = kind()
-    with make(policy) as collector:
+    with make(name, policy) as collector:
         assert next(seen_by(collector)) == 0
         policy.params = kind.version(1)
         for given, wanted in ((None, 1), (kind.version(2), 2), (policy.state_dict(kind.version(3)), 3), (None, 1)):
@@ -63,12 +63,10 @@ def test_new_params_act(kind, make):
             until(collector, wanted)
 
 
-@pytest.mark.parametrize("make", EVERYWHERE, indirect=True)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("own", [True, False])
-def test_a_saved_run_goes_on_with_its_weights(own, kind, make):
+@pytest.mark.parametrize(("name", "kind", "own"), SAVED)
+def test_a_saved_run_goes_on_with_its_weights(name, kind, own):
     policy = kind()
-    with make(policy) as collector:
+    with make(name, policy) as collector:
         if own:
             policy.params = kind.version(5)
         collector.update_policy_weights_(None if own else kind.version(5))
@@ -78,7 +76,7 @@ def test_a_saved_run_goes_on_with_its_weights(own, kind, make):
         torch.save(saved, file)
     file.seek(0)
     other = kind()
-    with make(other) as collector:
+    with make(name, other) as collector:
         next(collector)
         collector.load_state_dict(torch.load(file, weights_only=True))
         until(collector, 5)
@@ -91,10 +89,10 @@ def test_a_saved_run_goes_on_with_its_weights(own, kind, make):
         until(collector, 6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_params_of_another_structure_are_refused(kind, make):
+@pytest.mark.parametrize(("place", "kind"), once(HERE, KINDS))
+def test_params_of_another_structure_are_refused(place, kind):
     policy = kind()
-    with make(policy) as collector:
+    with make(place, policy) as collector:
         good = kind.version(1)
         (layer,) = good["layers"]
         saved = policy.state_dict(good)
@@ -160,9 +158,9 @@ def test_params_that_cannot_be_set_are_named():
         policy.load(policy.state_dict())
 
 
-@pytest.mark.parametrize("policy", [None, lambda x: (x[:, 2] > 0).long()])
-def test_a_policy_without_weights(policy, make):
-    with make(policy) as collector:
+@pytest.mark.parametrize(("name", "policy"), once(HERE, [None, lambda x: (x[:, 2] > 0).long()]))
+def test_a_policy_without_weights(name, policy):
+    with make(name, policy) as collector:
         next(collector)
         collector.update_policy_weights_()
         collector.load_state_dict(collector.state_dict())

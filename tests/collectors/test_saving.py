@@ -60,7 +60,7 @@ def assert_all_same(one, two):
         assert_same(each, other)
 
 
-@pytest.mark.parametrize("kind", ["one", "workers", "prefetch", "columns"])
+@pytest.mark.parametrize("kind", ["one", "prefetch", "columns", *in_soak(["workers"])])
 def test_a_loaded_collector_delivers_the_batches_that_would_have_come(kind, tmp_path):
     policy, again = actor(), actor(1)
     with build(kind, policy, max_frames_per_traj=25) as collector:

@@ -259,9 +259,10 @@ def test_a_replaced_worker_calls_it_again():
         assert collector.apply(set_force, 1.0) == [3, 3]
 
 
+@pytest.mark.evening  # `make test` has a collector over Ray in tests/collectors/ray
 @pytest.mark.usefixtures("ray_cluster")
 @FORKS_OF_RAY
-@pytest.mark.parametrize("workers", [1, *in_soak([2])])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_ray(workers):
     kind = fc.MultiSyncDataCollector if workers > 1 else fc.SyncDataCollector
     own = {"num_collectors": 2, "collector_class": kind, "num_workers_per_collector": workers, "sync": True}

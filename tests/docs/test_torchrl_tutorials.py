@@ -1,4 +1,4 @@
-"""TorchRL's tutorials of PPO and DQN with our collector in the place of theirs, called by the same line, learn."""
+"""TorchRL's tutorials of PPO and DQN with our collector in the place of theirs, called by the same line."""
 
 import pytest
 import torch
@@ -105,6 +105,11 @@ def mean(values):
     return sum(values) / len(values)
 
 
+@pytest.mark.parametrize(("loop", "batches"), [(ppo, 1), (dqn, 12)])
+def test_the_loops_run(loop, batches):
+    assert all(length > 1 for length in loop(fc.SyncDataCollector, batches=batches))
+
+
 @pytest.mark.evening
 @pytest.mark.parametrize("seed", range(scaled(1)))
 def test_ppo_learns(seed):
@@ -113,6 +118,7 @@ def test_ppo_learns(seed):
     assert mean(lengths[-2:]) > 2 * lengths[0]
 
 
+@pytest.mark.evening
 @pytest.mark.parametrize("seed", range(scaled(1)))
 def test_dqn_learns(seed):
     """Seen over ten seeds: from 24 to a hundred steps, which is all that a batch holds."""

@@ -13,8 +13,10 @@ from torch import nn
 import funcollect as fc
 from funcollect.processes.system import PORTABLE, run_as_batch_work
 from tests.support.cases import jax_mlp, make_env, torch_mlp
+from tests.support.running import in_soak, once
 from tests.support.workers import gone, wait_until
 
+pytestmark = pytest.mark.usefixtures("sent_by_value")
 GIVEN = {"episodes": 5, "seed": 3}
 
 
@@ -68,8 +70,7 @@ def policy_over(module):
     return fc.torch_policy(module, head=fc.heads.categorical)
 
 
-@pytest.mark.parametrize("kind", [torch_mlp, jax_mlp])
-@pytest.mark.parametrize("name", ["CartPole-v1", "gymnax/CartPole-v1"])
+@pytest.mark.parametrize(("kind", "name"), once([torch_mlp, jax_mlp], ["CartPole-v1", "gymnax/CartPole-v1"]))
 def test_the_results_are_those_of_evaluate(kind, name):
     env = make_env(name, 2)
     policy = kind(env)
@@ -216,7 +217,7 @@ def test_a_process_that_dies_is_reported_and_one_that_is_closed_stays_closed():
     wait_until(lambda: gone(pid))  # without a privilege, its end has idle priority too
 
 
-@pytest.mark.parametrize("members", [False, True])
+@pytest.mark.parametrize("members", [True, *in_soak([False])])
 def test_a_film_of_the_first_of_several_environments(members, tmp_path):
     given = {"create_env_kwargs": {"render_mode": "rgb_array", "num_envs": 4}, "film": f"{tmp_path}/{{step:05}}.mp4"}
     policy = policy_over(linear())

@@ -147,6 +147,7 @@ class OneOfAProcess(Rigged):
         self.live.clear()
 
 
+@pytest.mark.usefixtures("sent_by_value")
 def test_an_environment_of_which_a_process_holds_one_names_num_workers():
     env = make(OneOfAProcess, num_envs=2)
     with refused(EnvError, "lane 1 … one environment in each process (Cannot create … num_workers=, as many as num"):

@@ -1,7 +1,5 @@
 """Errors that name the way: what is called where something else is meant."""
 
-import subprocess
-import sys
 from functools import cache, partial
 
 import gymnasium
@@ -121,19 +119,6 @@ def test_a_torch_policy_inside_traced_and_a_batch_given_to_jax():
         jax.jit(lambda batch: batch["next"]["reward"].sum())(batch)
     jax.vmap(lambda batch: batch["next"]["reward"].sum())(fc.interop.to_jax(batch))
     fc.close(state)
-
-
-def test_a_state_is_a_tree_for_jax_whoever_imports_it_first():
-    code = """
-import jax
-import funcollect as fc
-env = fc.make_env("CartPole-v1")
-state = fc.init(env, fc.random_policy(env), seed=0)
-print(len(jax.tree.leaves(state)) > 5)
-fc.close(state)
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "True\n"
 
 
 def test_long_values_are_cut_between_words():

@@ -9,9 +9,14 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.errors import PolicyError
-from tests.support.misuse import WEIGHTS, Acting, good, good_jax, linear, refused, runs, table
+from tests.support.misuse import Acting, good, linear, refused, runs, table
 
 HEADS = fc.heads
+WEIGHTS = {"w": jnp.zeros((4, 2))}
+
+
+def good_jax():
+    return fc.jax_policy(lambda params, observation: observation @ params["w"], WEIGHTS, head=HEADS.categorical)
 
 
 def collector(policy):

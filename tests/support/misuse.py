@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import gymnasium
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -165,14 +164,3 @@ def linear(outputs=2):
 
 def good():
     return fc.torch_policy(linear(), head=fc.heads.categorical)
-
-
-def apply(params, observation):
-    return observation @ params["w"]
-
-
-WEIGHTS = {"w": jnp.zeros((4, 2))}
-
-
-def good_jax():
-    return fc.jax_policy(apply, WEIGHTS, head=fc.heads.categorical)

@@ -1,6 +1,5 @@
 """Collectors with workers, built over each transport: their processes, and what their batches are compared by."""
 
-import functools
 import gc
 import os
 import threading
@@ -12,7 +11,7 @@ import torch
 import funcollect as fc
 from tests.support.cases import POLICIES, make_env
 from tests.support.check_collector import expect_used_once, lanes_of
-from tests.support.envs.counting import Counting
+from tests.support.faulty.faulty_workers import wait_until as wait_until
 
 TRANSPORTS = ("serial", "processes")
 COLLECTORS = (fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector)
@@ -61,20 +60,6 @@ class HangClock:
             self._now += 0.1
 
 
-def counting_workers(*workers, batched=True):
-    """A factory for each worker; each of `workers` lists the `Counting` arguments of its lanes."""
-    count = len(workers[0])
-    return [
-        functools.partial(_counting, w * count, tuple(tuple(lane.items()) for lane in lanes), batched)
-        for w, lanes in enumerate(workers)
-    ]
-
-
-def _counting(first, lanes, batched):
-    factories = [functools.partial(Counting, first + i, **dict(lane)) for i, lane in enumerate(lanes)]
-    return fc.make_env(factories if batched else factories[0])
-
-
 def policy_for(name, kind, num_envs):
     return POLICIES[kind](make_env(name, num_envs))
 
@@ -120,9 +105,3 @@ def check_trajectories(batches):
         assert steps[0] == 0
         assert torch.equal(steps[1:], torch.where(ids.diff() == 0, steps[:-1] + 1, 0))
         expect_used_once(ids.unique_consecutive().tolist())
-
-
-def wait_until(condition):
-    """Wait until the condition holds; pytest's own limit ends it, and shows the condition."""
-    while not condition():
-        time.sleep(0.001)  # nothing else: processes of idle priority have to proceed, too

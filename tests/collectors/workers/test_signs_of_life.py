@@ -19,7 +19,7 @@ from tests.envs.test_torch_vector_env import LikeManiSkill
 from tests.support.envs.counting import make_counting
 from tests.support.faulty.faulty_workers import Plain, workers_of
 from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY, ROOT
-from tests.support.workers import FOREVER, multi, ray_collector, wait_until
+from tests.support.workers import FOREVER, descendants, gone, multi, ray_collector, wait_until
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster_if_marked"), FORKS_OF_RAY]
 
@@ -99,6 +99,9 @@ def test_a_rollout_may_outlast_the_timeout_of_its_worker(make, lanes, spread, st
     with make(create_env_fn=made, policy=None, frames_per_batch=12, **LIMITS, **kwargs) as collector:
         clock.signs = collector.run.records[0].handle.signs
         assert next(collector).numel() == 12
+        own = [] if make is ray_collector else descendants(collector.run.records[0].handle.pid)
+    assert len(own) == 2 * bool(spread)  # the server that forks, and the worker of the lanes
+    wait_until(lambda: all(map(gone, own)))
 
 
 def test_an_order_may_last_longer_than_the_timeout_of_worker_lanes(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from tests.collectors.conftest import over, pid_of
 from tests.support.faulty import faulty_workers as faulty
 from tests.support.faulty.faulty_workers import Failing, Plain, die, hold_the_gil, leave, sleep_forever, stop, stumble
 from tests.support.misuse import Rigged, raises, swaps
-from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY, LOSES_WORKERS, ROOT, in_soak, scaled
+from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY, LOSES_WORKERS, ROOT, in_soak, once, scaled
 from tests.support.workers import (
     COLLECTORS,
     FOREVER,
@@ -58,11 +58,11 @@ SHOWN = {
     die: "killed by SIGKILL", leave: "exit code 3", stumble: "in stumble", sleep_forever: "in sleep_forever",
     hold_the_gil: "in hold_the_gil", stop: "it is stopped",
 }  # fmt: skip
-LOST = r"worker 1 \(actor \w+ on node [\d.]+ .*was lost \(ActorDiedError"
+LOST = r"worker [01] \(actor \w+ on node [\d.]+ .*was lost \(Actor"
 SHOWN_OF_ACTORS = SHOWN | {die: LOST, hold_the_gil: "interpreter is held"}
 HANGS = (sleep_forever, hold_the_gil, stop)
-FAULTS = [("processes", kind, act) for kind in COLLECTORS for act in SHOWN]
-OF_ACTORS = [("ray", ASYNC, act) for act in (die, stumble, *in_soak([sleep_forever, hold_the_gil]))]
+FAULTS = [("processes", *each) for each in once(COLLECTORS, SHOWN)]
+OF_ACTORS = [("ray", ASYNC, act) for act in (stumble, *in_soak([die, sleep_forever, hold_the_gil]))]
 
 
 @pytest.mark.parametrize(
@@ -101,16 +101,15 @@ def test_a_stack_is_that_of_now(monkeypatch):
     assert [stack.count("Current thread") for stack in stacks] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("env", "policy"), [(faulty.BadReset, None), (Plain, faulty.bad_policy)])
-def test_exceptions_in_reset_and_policy(env, policy, transport):
+@pytest.mark.parametrize(("transport", "case"), once(TRANSPORTS, [(faulty.BadReset, None), (Plain, faulty.bad_policy)]))
+def test_exceptions_in_reset_and_policy(transport, case):
+    env, policy = case
     collector = multi(SYNC, transport, create_env_fn=[env] * 2, policy=policy, frames_per_batch=16)
     with pytest.raises(fc.errors.WorkerError, match="stumbled"):
         next(collector)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+@pytest.mark.parametrize(("transport", "on_failure"), once(TRANSPORTS, ["raise", "restart"]))
 def test_a_worker_that_cannot_be_built_ends_the_construction(transport, on_failure):
     with pytest.raises(fc.errors.WorkerError, match=r"worker 1: raised .*stumbled"):
         multi(SYNC, transport, create_env_fn=[Plain, faulty.BadInit], frames_per_batch=16, on_failure=on_failure)
@@ -129,8 +128,7 @@ def test_no_memory_for_the_slots():
     assert all(map(gone, pids))
 
 
-@pytest.mark.parametrize("kind", COLLECTORS)
-@pytest.mark.parametrize("act", [die, stumble, sleep_forever])
+@pytest.mark.parametrize(("kind", "act"), once(COLLECTORS, [die, stumble, sleep_forever]))
 def test_a_worker_is_replaced_and_the_run_goes_on(kind, act, tmp_path, monkeypatch):
     begun = tmp_path / "begun"
     clock = hang_clock(monkeypatch, begun, "in sleep_forever")
@@ -157,17 +155,16 @@ def until_a_restart(collector):
     return batches
 
 
-@pytest.mark.parametrize("act", ["kill", "shutdown"])
-def test_processes_of_an_environment_go_with_their_worker(act):
+def test_processes_of_an_environment_go_with_their_worker_if_that_is_killed():
+    """In `test_signs_of_life.py`, they go if it is shut down."""
     made = [lambda: fc.make_env("CartPole-v1", num_envs=2, parallel=True)]
     collector = multi(SYNC, create_env_fn=made, frames_per_batch=20)
     next(collector)
     (worker,) = processes_of(collector)
     others = descendants(worker)
     assert len(others) == 3  # the server that forks, and two workers of the environment
-    if act == "kill":
-        os.kill(worker, signal.SIGSTOP)
-        collector.run.records[0].handle.kill()
+    os.kill(worker, signal.SIGSTOP)
+    collector.run.records[0].handle.kill()
     collector.shutdown()
     assert gone(worker)
     wait_until(lambda: all(map(gone, others)))
@@ -178,14 +175,14 @@ def test_processes_of_an_environment_go_with_their_worker(act):
     pytest.param("ray", ASYNC, marks=pytest.mark.ray),
     pytest.param("ray", SYNC, marks=AN_EVENING_OVER_RAY),
 ])  # fmt: skip
-@LOSES_WORKERS
 def test_workers_that_are_killed_at_random_moments(transport, kind):
     """Every batch is whole, with the latest weights; ids are used once; each lane goes on."""
     generator = torch.Generator().manual_seed(0)
     kwargs = {"create_env_fn": ["CartPole-v1"] * 2, "create_env_kwargs": {"num_envs": 2}, "frames_per_batch": 200}
     policy = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
     kills = scaled(1 if transport == "ray" else 2)
-    with over(transport, kind, policy=policy, on_failure="restart", **kwargs) as collector:
+    lost = pytest.warns(RuntimeWarning, match=rf"{LOST if transport == 'ray' else 'by SIGKILL'}.*another takes its")
+    with over(transport, kind, policy=policy, on_failure="restart", **kwargs) as collector, lost:
         batches = []
         for kill in range(kills):
             collector.update_policy_weights_()
@@ -252,9 +249,10 @@ def test_a_reader_that_waits_for_workers_that_hang_is_interrupted_and_then_kille
         return pids
 
     code = READER.format(root=str(ROOT))
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+    pipe = {"stdout": subprocess.PIPE, "text": True, "process_group": 0}
+    with subprocess.Popen([sys.executable, "-c", code], **pipe) as process:
         pids = hanging()
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal and Jupyter do
         assert process.stdout.readline() == "ended\n"
         assert all(map(gone, pids))
         pids = hanging()

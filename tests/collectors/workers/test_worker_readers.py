@@ -1,7 +1,6 @@
 """Readers that are interrupted in a notebook, or fill a buffer from a thread."""
 
 import contextlib
-import itertools
 import os
 import signal
 import threading
@@ -11,6 +10,7 @@ import pytest
 
 import funcollect as fc
 from tests.support.faulty.faulty_workers import Plain
+from tests.support.running import once
 from tests.support.workers import COLLECTORS, FOREVER, TRANSPORTS, gone, multi, wait_until
 
 BUILT = """
@@ -50,6 +50,7 @@ def said(client, code, at=lambda: None):
     return "".join(printed), reply["content"].get("ename")
 
 
+@pytest.mark.evening  # what `test_worker_faults.py` does with a program
 def test_an_interrupted_cell_stops_at_once_and_leaves_the_collector_usable_or_closed():
     # A kernel signals its whole process group, its workers too.
     with jupyter_client.run_kernel(kernel_name="python3", startup_timeout=FOREVER) as client:
@@ -83,9 +84,7 @@ def made(kind, transport, **kwargs):
     return fc.SyncDataCollector(**kwargs) if kind is fc.SyncDataCollector else multi(kind, transport, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("kind", "transport"), [(fc.SyncDataCollector, ""), *itertools.product(COLLECTORS, TRANSPORTS)]
-)
+@pytest.mark.parametrize(("kind", "transport"), [(fc.SyncDataCollector, ""), *once(COLLECTORS, TRANSPORTS)])
 def test_a_buffer_is_filled_paused_and_filled_on(kind, transport):
     buffer = Buffer()
     with made(kind, transport) as collector:
@@ -136,10 +135,10 @@ def test_a_block_of_a_pause_resumes_at_its_end_also_after_an_exception_and_after
             collector.shutdown()
 
 
-@pytest.mark.parametrize("kind", COLLECTORS)
-def test_a_run_ends_and_its_thread_with_it(kind):
+@pytest.mark.parametrize(("kind", "transport"), once(COLLECTORS, TRANSPORTS[::-1]))
+def test_a_run_ends_and_its_thread_with_it(kind, transport):
     buffer = Buffer()
-    with made(kind, "processes", total_frames=160) as collector:
+    with made(kind, transport, total_frames=160) as collector:
         collector.start(buffer)
         collector.join()
         assert sum(batch.numel() for batch in buffer) == collector.frames == 160

@@ -1,4 +1,4 @@
-"""Environments and policies that fail in a worker, as badly as they can."""
+"""Environments and policies that fail in a worker, as badly as they can. Workers import this, so it imports little."""
 
 import ctypes
 import os
@@ -12,9 +12,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-import funcollect as fc
 from tests.support.envs.light_envs import Nested
-from tests.support.workers import wait_until
 
 
 class Plain(gymnasium.Env):
@@ -150,17 +148,6 @@ def bad_policy(observation):
     return torch.zeros(len(observation), dtype=torch.int64)
 
 
-class Doubled(fc.SyncDataCollector):
-    def __init__(self, *args, factor, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.factor = factor
-
-    def rollout(self):
-        batch = super().rollout()
-        batch["next", "reward"] *= self.factor
-        return batch
-
-
 def workers_of(state):
     return [record.handle for record in state.env_state.simulation.simulators.records]
 
@@ -196,7 +183,7 @@ DEEDS = {"die": die, "exit": leave, "stop": stop, "hang": sleep_forever, "leave"
 
 def check_lanes(batch):
     """In each lane, trajectories are whole: steps follow each other, rows continue, and no id comes back."""
-    from tests.support.check_collector import expect_chained, expect_counters  # with pytest, which no worker needs
+    from tests.support.check_collector import expect_chained, expect_counters
 
     expect_counters(batch)
     expect_chained(batch)
@@ -212,6 +199,12 @@ class Late(Nested):
         observation, reward, _, _, info = super().step(action)
         self.time = getattr(self, "time", 0) + 1
         return observation, reward, self.time % 3 == 0, False, {**info, "vector": np.full(9_000, info["draw"])}
+
+
+def wait_until(condition):
+    """Wait until the condition holds; pytest's own limit ends it, and shows the condition."""
+    while not condition():
+        time.sleep(0.001)  # nothing else: processes of idle priority have to proceed, too
 
 
 def kill(state, worker):
