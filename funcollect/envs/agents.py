@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -31,11 +31,6 @@ FLAGS = ("terminated", "truncated")  # of each agent, part of what is observed: 
 PRESENT = "mask"
 STATE = "state"  # a shared observation, at the root
 TURNS = "turns"  # the infos of an environment in turns, each [players]
-
-
-def groups_of(env: object) -> Mapping[str, Group]:
-    """The groups of an environment; empty if it has no agents of its own."""
-    return getattr(env.action_spec, "groups", {})  # type: ignore[attr-defined]
 
 
 def grouped(agents: Mapping[str, tuple[Space, Space]], given: Any, *, comes_and_goes: bool) -> dict[str, Group]:
@@ -89,6 +84,17 @@ def stacked(space: Space, rows: Sequence[Any]) -> Any:
         return {key: stacked(child, [None if row is None else row[key] for row in rows]) for key, child in parts}
     empty = np.zeros(space.shape or (), space.dtype)
     return np.stack([empty if row is None else np.asarray(row, space.dtype) for row in rows])
+
+
+def by_group(groups: Mapping[str, Group], values: Mapping[str, Any], stack: Callable[[Any], Any]) -> dict[str, Any]:
+    """The values of agents, arrays or dicts of them, stacked for each group."""
+    own = {name: [values[each] for each in group.names] for name, group in groups.items()}
+    return {name: optree.tree_map(lambda *one: stack(one), *rows, namespace=NAMESPACE) for name, rows in own.items()}
+
+
+def by_agent(groups: Mapping[str, Group], rows: Mapping[str, Any]) -> dict[str, Any]:
+    """The rows [n, ...] of each group by the names of its agents."""
+    return {each: row for name, group in groups.items() for each, row in zip(group.names, rows[name], strict=True)}
 
 
 def action_spec(groups: Mapping[str, Group], order: Sequence[str]) -> GroupedSpec:

@@ -99,7 +99,6 @@ class _Between:
         return as_delivered(own[name]) if self.env.backend == "jax" else own[name]
 
     def description(self) -> dict[str, Any]:
-        """The observation space, and its leaves; nothing if they stay."""
         if not self.inputs:
             return {}
         space = self.env.observation_space
@@ -192,14 +191,11 @@ class _Between:
 
 
 class _AroundTensors:
-    """Simulators over tensors."""
-
     def __init__(self, between: _Between, _: Any = None) -> None:
         self._between, self._inner = between, between.env.open()
         self.check, self.close = self._inner.check, self._inner.close
 
     def restart(self, lanes: Tensor) -> Any:
-        """See `DeviceSimulators`."""
         return self._between.begun(self._inner.restart(lanes))
 
     def reset(self, seed: int | None) -> Any:
@@ -216,7 +212,6 @@ class _AroundTensors:
 
 
 def _host_members(between: _Between) -> dict[str, Any]:
-    """The members of an environment over simulators on the host."""
     env = between.env
     members: dict[str, Any] = {"info_keys": (*env.info_keys, OWN_REWARD)} if between.clips_rewards else {}
     if not isinstance(env, SimulatedEnv):

@@ -16,9 +16,12 @@ from typing_extensions import override
 from funcollect.arguments import check_keys, check_not_given, check_num_envs, check_positive
 from funcollect.envs.base import box, import_extra, info_place
 from funcollect.envs.host.host_env import ONWARD, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
+from funcollect.envs.plain_spaces import each_part
 from funcollect.errors import EnvError
 from funcollect.protocols import Outcome
 from funcollect.specs import ActionSpec, Space, observation_leaves
+
+Index = npt.NDArray[np.int32]  # of lanes
 
 _OURS = {
     "seed": "pass it to funcollect.init, or to a collector",
@@ -75,7 +78,7 @@ def from_envpool(
     config = kwargs | {"num_envs": num_envs or 1, "num_threads": num_threads, "batch_size": batch_size or num_envs or 1}
     spec = _spec_of(envpool, task_id, config, info_keys)
     with warnings.catch_warnings(action="ignore"):  # Gymnasium warns about the bounds of EnvPool's boxes
-        space, action_spec = _widened(spec.observation_space), ActionSpec(spec.action_space, one_hot)
+        space, action_spec = each_part(_widened, spec.observation_space), ActionSpec(spec.action_space, one_hot)
 
     def build(seeds: Sequence[int]) -> Any:
         pool = envpool.make_gymnasium(task_id, seed=[seed & (2**31 - 1) for seed in seeds], **config)  # it takes int32
@@ -124,8 +127,6 @@ def _spec_of(envpool: Any, task_id: str, config: dict[str, Any], info_keys: Sequ
 
 def _widened(space: Space) -> Space:
     """The space with infinite bounds for unbounded numbers, to which EnvPool gives C++'s least and largest float."""
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict({name: _widened(child) for name, child in space.spaces.items()})
     if not isinstance(space, spaces.Box) or space.dtype is None or space.dtype.kind != "f":
         return space
     limits = np.finfo(space.dtype)
@@ -163,23 +164,17 @@ class EnvPoolLanes(SimulatorsBase):
                 self._pool = self._build(given)
                 self._ended[:] = False
             index = np.array(lanes, np.int32)
-            begun = self._begin(index)
+            ended, self._ended[index] = self._ended[index], False
+            begun = self._begin(index[ended], index[~ended])
         except Exception as error:
             raise EnvError(f"lanes {list(lanes)}: EnvPool's reset raised {error!r}: {ONWARD}") from error
         for some, observation in begun:
             self._rows.write_batch(observation, some)
 
-    def _begin(self, index: npt.NDArray[np.int32]) -> list[tuple[npt.NDArray[np.int32], Any]]:
-        """Reset the lanes of these indices; return the indices in parts, each with its observations."""
-        lives, games = self._parts(index)
+    def _begin(self, lives: Index, games: Index) -> list[tuple[Index, Any]]:
+        """Go on with another life, or begin another game, in these lanes; return them with their observations."""
         begun = [(lives, self._pool.step(self._no_action[lives], lives)[0])] if lives.size else []
         return [*begun, (games, self._pool.reset(games)[0])] if games.size else begun
-
-    def _parts(self, index: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """The lanes that go on with another life, and those that begin another game."""
-        ended = self._ended[index]
-        self._ended[index] = False
-        return index[ended], index[~ended]
 
     @override
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
@@ -222,17 +217,16 @@ class AsynchronousLanes(EnvPoolLanes):
             self._answer()
 
     @override
-    def _begin(self, index: npt.NDArray[np.int32]) -> list[tuple[npt.NDArray[np.int32], Any]]:
-        lives, games = self._parts(index)
+    def _begin(self, lives: Index, games: Index) -> list[tuple[Index, Any]]:
         if lives.size:
             self._pool.send(self._no_action[lives], lives)
         if games.size:
             self._pool._reset(games)
-        self._begins[index] = True
-        self.busy.update(index.tolist())
+        self._begins[lives] = self._begins[games] = True
+        self.busy.update(lives.tolist(), games.tolist())
         return []  # whose observations come with later answers
 
-    def _answer(self) -> tuple[npt.NDArray[np.int32], Any]:
+    def _answer(self) -> tuple[Index, Any]:
         """Wait for the pool; return the lanes whose steps have been made, and for these reward, flags and infos."""
         observation, *outcome, info = self._pool.recv()
         lanes = info["env_id"]

@@ -107,9 +107,28 @@ def _built(env: Any, kwargs: dict[str, Any]) -> Any:
 class _Around(gymnasium.Env[Any, Any]):
     """One of PettingZoo's environments, `inner`, as one of Gymnasium's."""
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
+    def __init__(self, inner: Any, names: Sequence[str], any_ends: bool, keys: Sequence[str]) -> None:
+        self.inner, self._names, self._any_ends, self._keys = inner, names, any_ends, keys
         self.render_mode, self.metadata = getattr(inner, "render_mode", None), inner.metadata
+
+    @override
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._over = np.zeros((2, len(self._names)), bool)  # terminated, truncated; agents in the order of `names`
+        begun = self.inner.reset(seed=seed, options=options)
+        return self._observed(begun and begun[0]), {}
+
+    def _observed(self, observation: Any = None) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _ends(self, terminations: Mapping[str, bool], truncations: Mapping[str, bool]) -> tuple[bool, bool]:
+        """Note who has left; return whether the lane terminates, and whether it is truncated."""
+        left = [[flags.get(each, False) for each in self._names] for flags in (terminations, truncations)]
+        self._over = self._over | np.array(left, bool)
+        how: Any = np.any if self._any_ends else np.all
+        ended = bool(how(self._over.any(0))) or not (self._any_ends or self.inner.agents)
+        terminates = ended and bool(how(self._over[0]))
+        return terminates, ended and not terminates
 
     @override
     def render(self) -> Any:
@@ -126,22 +145,16 @@ class Lane(_Around):
     def __init__(
         self, build: Callable[[], Any], groups: Mapping[str, Group], any_ends: bool, state: bool, keys: Sequence[str]
     ) -> None:
-        super().__init__(build())
-        self._groups, self._any_ends, self._state, self._keys = groups, any_ends, state, keys
+        super().__init__(build(), [each for group in groups.values() for each in group.names], any_ends, keys)
+        self._groups, self._state = groups, state
         self.observation_space = agents.observation_space(groups, self.inner.state_space if state else None)
         self.action_space = agents.action_space(groups)
 
     @override
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        observation, _ = self.inner.reset(seed=seed, options=options)
-        self._over = {name: np.zeros((2, group.n), bool) for name, group in self._groups.items()}
-        return self._observed(observation), {}
-
-    def _observed(self, observation: Mapping[str, Any]) -> dict[str, Any]:
+    def _observed(self, observation: Any = None) -> dict[str, Any]:
         present, whole = set(self.inner.agents), {}
-        for name, group in self._groups.items():
-            terminated, truncated = self._over[name][..., None]
+        parts = np.split(self._over[..., None], np.cumsum([group.n for group in self._groups.values()])[:-1], 1)
+        for (name, group), (terminated, truncated) in zip(self._groups.items(), parts, strict=True):
             rows = agents.stacked(group.observation_space, [observation.get(each) for each in group.names])
             mask = np.array([each in present for each in group.names])
             whole[name] = {"observation": rows, "terminated": terminated, "truncated": truncated, PRESENT: mask}
@@ -149,44 +162,27 @@ class Lane(_Around):
 
     @override
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        present = set(self.inner.agents)
-        actions = {
-            each: row
-            for name, group in self._groups.items()
-            for each, row in zip(group.names, action[name], strict=True)
-            if each in present
-        }
+        present, own = set(self.inner.agents), agents.by_agent(self._groups, action)
+        actions = {each: row for each, row in own.items() if each in present}
         observation, reward, terminated, truncated, info = self.inner.step(actions)
         infos: dict[str, Any] = {}
         for name, group in self._groups.items():
-            ends = [[flags.get(each, False) for each in group.names] for flags in (terminated, truncated)]
-            self._over[name] = self._over[name] | np.array(ends, bool)
-            own = {REWARD: np.array([reward.get(each, 0.0) for each in group.names], np.float32)}
+            infos[name] = {REWARD: np.array([reward.get(each, 0.0) for each in group.names], np.float32)}
             for key in self._keys:
-                own[key] = np.array([info.get(each, {}).get(key, 0) for each in group.names])
-            infos[name] = own
-        whole = np.concatenate([*self._over.values()], -1)  # [2, agents]
-        ended = whole.any() if self._any_ends else not self.inner.agents or whole.any(0).all()
-        terminates = bool(ended and (whole[0].any() if self._any_ends else whole[0].all()))
-        return self._observed(observation), sum(reward.values()), terminates, bool(ended) and not terminates, infos
+                infos[name][key] = np.array([info.get(each, {}).get(key, 0) for each in group.names])
+        ends = self._ends(terminated, truncated)
+        return self._observed(observation), sum(reward.values()), *ends, infos
 
 
 class TurnLane(_Around):
     """An environment in turns as one of Gymnasium's: it observes what the agent whose turn it is does."""
 
     def __init__(self, build: Callable[[], Any], space: Space, any_ends: bool, keys: Sequence[str]) -> None:
-        super().__init__(build())
-        self._names, self._any_ends, self._keys = self.inner.possible_agents, any_ends, keys
-        self.observation_space, self.action_space = space, self.inner.action_space(self._names[0])
+        super().__init__(inner := build(), inner.possible_agents, any_ends, keys)
+        self.observation_space, self.action_space = space, inner.action_space(self._names[0])
 
     @override
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.inner.reset(seed=seed, options=options)
-        self._over = np.zeros((2, len(self._names)), bool)
-        return self._observed(), {}
-
-    def _observed(self) -> dict[str, Any]:
+    def _observed(self, observation: Any = None) -> dict[str, Any]:
         mover = self.inner.agent_selection
         seen = self.inner.observe(mover)
         seen = dict(seen) if isinstance(seen, Mapping) else {"observation": seen}
@@ -198,10 +194,8 @@ class TurnLane(_Around):
         inner.step(action)
         infos = {key: np.array([inner.infos.get(each, {}).get(key, 0) for each in names]) for key in self._keys}
         infos[REWARD] = reward = np.array([inner.rewards.get(each, 0.0) for each in names], np.float32)
-        self._over |= [[ends.get(each, False) for each in names] for ends in (inner.terminations, inner.truncations)]
+        ends = self._ends(inner.terminations, inner.truncations)
         over: Any = self._over.any(0)
-        ended = bool(over.any() if self._any_ends else over.all() or not inner.agents)
-        while not ended and over[names.index(inner.agent_selection)]:
+        while not any(ends) and over[names.index(inner.agent_selection)]:
             inner.step(None)  # by which an agent that is out leaves
-        terminates = ended and bool(self._over[0].any() if self._any_ends else self._over[0].all())
-        return self._observed(), float(reward.sum()), terminates, ended and not terminates, {agents.TURNS: infos}
+        return self._observed(), float(reward.sum()), *ends, {agents.TURNS: infos}

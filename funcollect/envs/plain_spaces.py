@@ -30,7 +30,7 @@ def plain_observations(space: Space, drop: Sequence[str], text: int | None) -> S
     if text is None:
         return space
     check_positive("text", text, 256)
-    encoded = _encoded(space, text)
+    encoded = each_part(lambda part: TextBox(text) if isinstance(part, spaces.Text) else part, space)
     if encoded == space:
         raise ValueError(f"text={text} was given, but the observation space {space} has no Text: leave it out")
     return encoded
@@ -49,15 +49,14 @@ def _without(space: Space, key: str) -> Space:
     return spaces.Dict(parts)
 
 
-def _encoded(space: Space, length: int) -> Space:
+def each_part(change: Callable[[Space], Space], space: Space) -> Space:
+    """The space in which each part of a Dict or a Tuple, or else the space itself, is changed."""
     match space:
-        case spaces.Text():
-            return TextBox(length)
         case spaces.Dict():
-            return spaces.Dict({name: _encoded(child, length) for name, child in space.spaces.items()})
+            return spaces.Dict({name: each_part(change, child) for name, child in space.spaces.items()})
         case spaces.Tuple():
-            return spaces.Tuple([_encoded(child, length) for child in space.spaces])
-    return space
+            return spaces.Tuple([each_part(change, child) for child in space.spaces])
+    return change(space)
 
 
 def plain_actions(space: Space) -> Space:

@@ -100,22 +100,8 @@ def _torch_env(name: str, **kwargs: Any) -> Env:
     return TORCH_ENVS[name](**kwargs)
 
 
-_SUITES = [
-    "ale",
-    "brax",
-    "craftax",
-    "envpool",
-    "gymnax",
-    "jaxmarl",
-    "jumanji",
-    "navix",
-    "pettingzoo",
-    "pgx",
-    "playground",
-    "vmas",
-    "xminigrid",
-]
 _IN_PAIRS = ("craftax", "functional", "gymnax", "xminigrid")  # with their parameters
+_SUITES = {*base.SUITES, "ale", "envpool", "pettingzoo", "vmas"} - {"functional"}  # which has no ids
 _NAMESPACES: dict[str, Callable[..., Env]] = {name: getattr(envs, f"from_{name}") for name in _SUITES}
 _NAMESPACES["torch"] = _torch_env
 WORKER_ARGUMENTS = ("num_workers", "parallel", "timeout", "wait", "min_ready", *REMOVED)

@@ -258,7 +258,6 @@ class VectorSimulators:
         return assemble(self._env.observation_space, self._latest)
 
     def _begun(self, answer: Any) -> dict[Path, Tensor]:
-        """The observations that a reset returned, checked."""
         return self._observed("observation", self._parts("reset", answer, "observation, info")[0])
 
     def step(self, action: Tensor) -> tuple[Transition, Any]:

@@ -99,7 +99,7 @@ def from_torchrl(
         action_spec=layout.action,
         observation_leaves=observation_leaves(layout.observation_space, dtype),
         opener=opener,
-        info_keys=tuple(".".join(key) for key in layout.reward_keys if layout.has_groups),
+        info_keys=tuple(".".join(key) for key in layout.reward_keys if isinstance(layout.action, GroupedSpec)),
         seeding="lane" if apart else "run",
         forking="none",
         truncates=limited,
@@ -139,7 +139,8 @@ class TorchRLLanes(SimulatorsBase):
 
     def __init__(self, env: Any, layout: TorchRLLayout, adapted: SimulatedEnv) -> None:
         self._env, self._layout, self._first_lane = env, layout, adapted.first_lane
-        self._batched, spec, self._groups = bool(env.batch_size), layout.action, layout.has_groups
+        self._batched, spec = bool(env.batch_size), layout.action
+        self._groups = isinstance(spec, GroupedSpec)  # whether actions and rewards are those of agents
         self._actions = [
             (as_path(key), partial(spec.of_group, key[0]) if isinstance(spec, GroupedSpec) else None, dtype)
             for key, dtype in layout.actions.items()

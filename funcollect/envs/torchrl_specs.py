@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funcollect.envs import agents
 from funcollect.envs.base import box, has_time_limit
-from funcollect.specs import ActionSpec, Group, GroupedSpec, Space
+from funcollect.specs import ActionSpec, Group, Space
 from funcollect.tree import Path, as_path, flatten
 
 NestedKey = str | tuple[str, ...]
@@ -36,11 +36,6 @@ class TorchRLLayout:
     # Whether `_step` can be called instead of `step`: TorchRL's own adapters of Gymnasium write the whole result there,
     # and a quarter of the time of their `step` goes into checking it again. Implies `bare`.
     raw: bool
-
-    @property
-    def has_groups(self) -> bool:
-        """Whether actions and rewards are those of groups of agents."""
-        return isinstance(self.action, GroupedSpec)
 
 
 def layout_of(env: Any) -> TorchRLLayout:
@@ -93,7 +88,8 @@ def groups_of(env: Any) -> dict[str, Group]:
     actions, rewards = env.full_action_spec_unbatched, env.full_reward_spec_unbatched
     one_each = len(env.action_keys) == len(env.reward_keys) == 1 and rewards[env.reward_keys[0]].shape.numel() == 1
     keys = [as_path(key) for key in env.action_keys]
-    if (one_each and all(map(_is_root, env.done_keys))) or not all(key[1:] == ("action",) for key in keys):
+    rooted = not any(as_path(key)[1:] for key in env.done_keys)
+    if (one_each and rooted) or not all(key[1:] == ("action",) for key in keys):
         return {}
     groups, known = {}, vars(_without_transforms(env)[0]).get("group_map") or {}
     for name, _ in keys:
@@ -109,10 +105,6 @@ def groups_of(env: Any) -> dict[str, Group]:
         names = known.get(name) or [f"{name}_{at}" for at in range(own.shape[0])]
         groups[name] = Group(tuple(names), spaces_of[0][0], spaces_of[0][1].space)
     return groups
-
-
-def _is_root(key: NestedKey) -> bool:
-    return len(as_path(key)) == 1
 
 
 def truncates(env: Any) -> bool:
@@ -165,10 +157,10 @@ def _observation_space(env: Any, groups: Mapping[str, Group]) -> tuple[Space, di
     space = observation_space(env.full_observation_spec_unbatched, without=primers)
     assert isinstance(space, spaces.Dict)
     for key in env.done_keys:
-        if not _is_root(key):
-            name, flag = key
+        name, *flag = as_path(key)
+        if flag:
             node: Any = space[name]
-            node[flag] = box((groups[name].n, 1), bool)
+            node[flag[0]] = box((groups[name].n, 1), bool)
     if not len(space):
         raise ValueError("the environment's observation spec is empty, expected at least one key: add it")
     return space["observation"] if list(space) == ["observation"] else space, primers

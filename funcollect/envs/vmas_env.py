@@ -77,17 +77,13 @@ class _Lanes:
             self._inner = inner = build()
             seen = inner.reset()
         self._limit, self._keys, self.num_envs, self.device = limit, keys, inner.num_envs, inner.device
-        self._numbers = {agent.name: number for number, agent in enumerate(inner.agents)}
+        self._names = [agent.name for agent in inner.agents]
         own = map(_action_space, inner.action_space)
-        pairs = {name: (_space_of(each), act) for name, each, act in zip(self._numbers, seen, own, strict=True)}
+        pairs = {name: (_space_of(each), act) for name, each, act in zip(self._names, seen, own, strict=True)}
         self.groups: dict[str, Group] = agents.grouped(pairs, groups, comes_and_goes=False)
         self.single_action_space = agents.action_space(self.groups)
-        self.single_observation_space = spaces.Dict(
-            {
-                name: spaces.Dict(observation=batch_space(own.observation_space, own.n))
-                for name, own in self.groups.items()
-            }
-        )
+        rows = {name: batch_space(own.observation_space, own.n) for name, own in self.groups.items()}
+        self.single_observation_space = spaces.Dict({name: spaces.Dict(observation=own) for name, own in rows.items()})
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
@@ -100,15 +96,12 @@ class _Lanes:
 
     def _by_group(self, rows: Sequence[Any]) -> dict[str, Any]:
         """Of values [P, ...] of each agent, or dicts of them, those of each group [P, n, ...]."""
-        return {
-            name: _stacked([rows[self._numbers[agent]] for agent in group.names]) for name, group in self.groups.items()
-        }
+        return agents.by_group(self.groups, dict(zip(self._names, rows, strict=True)), partial(torch.stack, dim=1))
 
     def _observed(self, seen: Sequence[Any]) -> dict[str, Any]:
         return {name: {"observation": own} for name, own in self._by_group(seen).items()}
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode in all lanes, or in those of ``options["reset_mask"]``."""
         inner = self._inner
         with self._drawing():
             if options is None:
@@ -118,24 +111,16 @@ class _Lanes:
             return self._observed(inner.get_from_scenario(True, False, False, False)[0]), {}
 
     def step(self, action: Mapping[str, Tensor]) -> tuple[Any, ...]:
-        """Step all lanes."""
-        inner, own = self._inner, dict[str, Tensor]()
-        for name, group in self.groups.items():
-            own |= {agent: action[name][:, row].clone() for row, agent in enumerate(group.names)}
+        inner = self._inner
+        own = agents.by_agent(self.groups, {name: rows.unbind(1) for name, rows in action.items()})
         with self._drawing():
-            seen, rewards, terminated, infos = inner.step([own[agent] for agent in self._numbers])
+            seen, rewards, terminated, infos = inner.step([own[name].clone() for name in self._names])
         late = terminated & False if self._limit is None else (inner.steps >= self._limit) & ~terminated
         told = {name: {agents.REWARD: reward} for name, reward in self._by_group(rewards).items()}
         for key in self._keys:
             for name, value in self._by_group([info[key] for info in infos]).items():
                 told[name][key] = value
         return self._observed(seen), torch.stack(rewards).sum(0), terminated, late, told
-
-
-def _stacked(rows: Sequence[Any]) -> Any:
-    if isinstance(rows[0], Mapping):
-        return {key: _stacked([row[key] for row in rows]) for key in rows[0]}
-    return torch.stack([*rows], 1)
 
 
 def _space_of(seen: Any) -> Space:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcollect.envs.agents import PRESENT, REWARD, groups_of, there
-from funcollect.specs import Leaf
+from funcollect.envs.agents import PRESENT, REWARD, there
+from funcollect.specs import Group, Leaf
 from funcollect.testing.trials import NotApplicableError, Trial, expect_rows, mended_by
+
+
+def _groups_of(trial: Trial) -> Mapping[str, Group]:
+    return getattr(trial.env.action_spec, "groups", {})
 
 
 @mended_by("flag an agent from its end until it is back, leave it out meanwhile, and pay only those who are there")
 def groups(trial: Trial) -> None:
     """Agents that have ended are not there and get no reward, rewards add up, and a lane without agents has ended."""
-    found, batch = groups_of(trial.env), trial.batch
+    found, batch = _groups_of(trial), trial.batch
     if not found:
         raise NotApplicableError("it has no groups of agents")
     total: Any = 0
@@ -40,7 +45,7 @@ def groups(trial: Trial) -> None:
 def shown_after(trial: Trial, leaf: Leaf, produced: Tensor) -> Tensor:
     """Next observations [P, T - 1, ...] as the rows after them show them: zeros for agents that are not there."""
     name, *rest = leaf.path
-    group = groups_of(trial.env).get(name)
+    group = _groups_of(trial).get(name)
     if group is None or not group.comes_and_goes or rest[0] != "observation":
         return produced
     shown: Tensor = there(produced, trial.batch[name, PRESENT][:, 1:])
@@ -49,7 +54,7 @@ def shown_after(trial: Trial, leaf: Leaf, produced: Tensor) -> Tensor:
 
 def joint_action(trial: Trial, batch: Any) -> Tensor:
     """The actions [P, T, ...] of a batch as a loop has them."""
-    found = groups_of(trial.env)
+    found = _groups_of(trial)
     parts = [batch[name, "action"].flatten(2) for name in found]
     action: Tensor = torch.cat(parts, -1) if found else batch["action"]
     return action

@@ -333,20 +333,9 @@ def close(trial: Trial) -> None:
 
 
 CHECKS: tuple[trials.Check[Trial], ...] = (
-    *(
-        describes,
-        runs,
-        observations,
-        rewards,
-        groups,
-        chained,
-        trials.generators,
-        trials.same_seed,
-        another_seed,
-        trials.cuts,
-    ),
-    *(resets, own_resets, terminal, reset_mask, lanes_alone, policy_memory),
-    *(trials.batch_memory, old_states, trials.fork, trials.save, close),
+    *(describes, runs, observations, rewards, groups, chained, trials.generators, trials.same_seed, another_seed),
+    *(trials.cuts, resets, own_resets, terminal, reset_mask, lanes_alone, policy_memory, trials.batch_memory),
+    *(old_states, trials.fork, trials.save, close),
 )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import optree
@@ -190,9 +190,7 @@ class Trial:
 
     def __post_init__(self) -> None:
         """Raise ValueError or TypeError unless `seed` is an int of at least 0, and `steps` one of at least 6."""
-        check_positive("steps", self.steps)
-        if self.steps < 6:  # checks cut a run into thirds and single steps
-            raise ValueError(f"steps is {self.steps}, expected at least 6: pass for example steps=100")
+        check_positive("steps", self.steps, 100, least=6)  # checks cut a run into thirds and single steps
         check_count("seed", self.seed)
 
     @property
@@ -238,22 +236,18 @@ class Trial:
         return freed(api.init(self.env, self.policy, seed=self.seed))
 
 
-class OverwritingPolicy(PolicyBase):
+class OverwritingPolicy(RandomPolicy):
     """Acts at random, keeps a copy of each action [P, ...] in `actions`, and overwrites each observation with zeros."""
 
-    backend: Literal["torch"] = "torch"
-    params = None
+    actor = PolicyBase.actor  # type: ignore[assignment]  # which calls it at each step
 
     def __init__(self, spec: ActionSpec) -> None:
-        self._random, self.actions = RandomPolicy(spec), list[Tensor]()
-
-    @override
-    def noise(self, spec: ActionSpec, /) -> Any:
-        return self._random.noise(spec)
+        super().__init__(spec)
+        self.actions = list[Tensor]()
 
     @override
     def __call__(self, *inputs: Any) -> tuple[None, Any]:
-        _, outputs = self._random(*inputs)
+        _, outputs = super().__call__(*inputs)
         self.actions.append(outputs["action"].clone())
         for leaf in optree.tree_leaves(inputs[2], namespace=NAMESPACE):  # the observation
             leaf.zero_()

@@ -13,6 +13,7 @@ import funcollect as fc
 from funcollect.core import api
 from funcollect.core.simulators import SimulatorHandle
 from funcollect.testing import ENV_CHECKS, check_env
+from funcollect.testing.trials import Trial
 from tests.envs.jax.test_jax_agents import made as field
 from tests.envs.test_agents import Leaving
 from tests.envs.test_agents import made as leaving
@@ -55,6 +56,8 @@ def vector():
 NO_OBJECTS = {"own_resets"}  # for each lane
 TRACED = NO_OBJECTS | {"policy_memory"}  # it looks into the policy's steps
 
+ATARI = {"num_envs": 2, "steps": 12, "frame_skip": 2, "noop_max": 3}
+
 # One row per adapter and kind of source; a new adapter adds its own. What to check, and which checks need not apply.
 GOOD = {
     "gymnasium single": (lambda: "CartPole-v1", {}, {"reset_mask", "lanes_alone"}),
@@ -70,13 +73,13 @@ GOOD = {
     "torch without ends": (lambda: "torch/Pendulum-v1", {"num_envs": 2}, NO_OBJECTS | {"terminal"}),
     "torch single": (lambda: TorchWalk(), {}, NO_OBJECTS | {"reset_mask", "lanes_alone"}),
     "envpool": (lambda: "envpool/CartPole-v1", {"num_envs": 3}, NO_OBJECTS | {"fork", "save", "lanes_alone"}),
-    "atari": (lambda: "ale/Breakout", {"num_envs": 2, "steps": 20}, {"another_seed", "lanes_alone", "terminal"}),
+    "atari": (lambda: "ale/Breakout", ATARI, {"another_seed", "lanes_alone", "terminal"}),
     "jax": (lambda: "gymnax/CartPole-v1", {"num_envs": 2}, TRACED),
     "jax single": (lambda: "gymnax/Catch-bsuite", {}, TRACED | {"reset_mask", "lanes_alone"}),
     "jax, cached resets": (lambda: "gymnax/Catch-bsuite", {"num_envs": 3, "starts": "cached"}, TRACED),
     "jax game of two": (lambda: "pgx/tic_tac_toe", {"num_envs": 2}, TRACED | {"another_seed"}),
     "jax functions": (lambda: functions_suite().env, {}, TRACED | {"lanes_alone"}),
-    "processes": (lambda: "CartPole-v1", {"num_envs": 2, "parallel": True}, set()),
+    "processes": (lambda: "CartPole-v1", {"num_envs": 2, "num_workers": 1}, set()),
     "seeded by lane": (lambda: replace(over(Walk)(), seeding="lane"), {}, {"lanes_alone", "fork", "save"}),
     "seeded by run": (lambda: replace(over(Walk)(), seeding="run"), {}, {"lanes_alone", "fork", "save"}),
     "agents": (lambda: leaving(), {}, NO_OBJECTS | {"lanes_alone"}),
@@ -86,7 +89,7 @@ GOOD = {
 
 
 # "jax" and the page "Your own environment" are JAX environments, too, and each compiles for seconds.
-SLOW = ("jax single", "jax functions", "jax game of two", "jax, cached resets")
+SLOW = ("jax single", "jax functions", "jax game of two", "jax, cached resets", "agents in JAX")
 
 
 @pytest.mark.parametrize("name", [name for name in GOOD if name not in SLOW] + in_soak(SLOW))
@@ -190,8 +193,10 @@ def test_a_time_limit_that_is_called_a_termination_and_a_reward_of_several_numbe
         (over(Walk), "runs", ""),
         (lambda: faulty.PaysThrice(2), "rewards", THRICE),
     ):
-        report = check_env(make(), steps=20 if remark else 60)
-        assert next(result.note for result in report.results if result.name == name) == remark
+        env = make()
+        policy, steps = fc.random_policy(env), 20 if remark else 60
+        check = next(check for check in ENV_CHECKS if check.__name__ == name)
+        assert (check(Trial(env=env, policy=policy, steps=steps, seed=0)) or "") == remark
 
 
 def test_bad_arguments_and_the_fewest_steps_without_a_trace_in_the_global_generators():

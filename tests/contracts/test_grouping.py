@@ -123,9 +123,10 @@ class Told(fc.envs.JaxEnvBase):
 def test_other_parameters_of_an_environment_hold_from_each_lanes_next_episode_on():
     """Whether starts made ahead with the old ones are left depends on the lanes beside it."""
 
+    envs = {lanes: Told(lanes) for lanes in (1, 4)}
+
     def shown(first, lanes):
-        env = Told(lanes)
-        policy = fc.random_policy(env)
+        env, policy = envs[lanes], fc.random_policy(envs[lanes])
         state = init_lanes(env, policy, seed=3, first_lane=first, total_lanes=4)
         state, _ = fc.rollout(env, policy, state, 30)
         state = state.replace(env_params=np.float32(9))

@@ -11,8 +11,8 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
-from tests.support.compare import assert_same
-from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY, in_soak
+from tests.support.compare import assert_same, collect
+from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY, SCALE, in_soak
 from tests.support.workers import multi, ray_collector
 
 GYMNAX = "gymnax/CartPole-v1"
@@ -31,10 +31,12 @@ def drawn_by_key(params, observation, key):
     return jax.random.randint(key, (len(observation),), 0, 2)
 
 
-def policies(env):
+def drawing(name, env):
+    """Policies that draw in each way: all of them in a compiled loop, and step by step those that take keys."""
     yield fc.random_policy(env)
-    if env.observation_space.shape == (4,) and env.action_spec.categories:
+    if name in ("CartPole-v1", GYMNAX):
         yield fc.jax_policy(drawn_by_keys, jnp.zeros(()))
+    if name == GYMNAX or (name == "CartPole-v1" and SCALE > 1):
         yield fc.jax_policy(drawn_by_key, jnp.zeros(()))
         head = fc.heads.from_distribution(distrax_like, "logits")
         yield fc.jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=head)
@@ -53,7 +55,7 @@ def distrax_like(logits):
 
 def collected(name):
     env = fc.make_env(name, num_envs=3)
-    return [fc.rollout(env, each, fc.init(env, each, seed=7), 30)[1] for each in policies(env)]
+    return [collect(env, each, 30, seed=7) for each in drawing(name, env)]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +94,7 @@ class Showing(gymnasium.Env):
 
 
 def first_batch(make, name, **keywords):
-    with make(create_env_fn=[name] * 2, frames_per_batch=24, **keywords) as collector:
+    with make(create_env_fn=[name], frames_per_batch=12, **keywords) as collector:
         return next(collector).clone().reshape(-1)
 
 

@@ -8,10 +8,10 @@ from gymnasium.envs.classic_control import PendulumEnv
 from torch import nn
 
 import funcollect as fc
-from tests.envs.conftest import begun
 from tests.envs.test_own_environments import JaxWalk, TorchWalk
 from tests.envs.test_torch_vector_env import LikeManiSkill
-from tests.support.compare import assert_same, collect
+from tests.support.compare import assert_same, collect, fresh
+from tests.support.running import in_soak
 
 INPUTS = ("prev_action", "prev_reward", "is_first")
 
@@ -88,11 +88,7 @@ def test_what_is_observed_is_what_was_executed(name):
     box = isinstance(made(name).action_space, spaces.Box)
     env = made(name, inputs=INPUTS, clip_rewards=True, clip_actions=box)
     policy = wide(env)
-    batches, state = [], fc.init(env, policy, seed=0)
-    for steps in (1, 20, 13):
-        state, batch = fc.rollout(env, policy, state, steps)
-        batches.append(batch)
-    batch = torch.cat(batches, 1)
+    batch = collect(env, policy, 17, 17, seed=0)
     first, reward, executed = batch["is_first"], batch["next", "reward"], batch["action"]
     if box:
         assert (executed.abs() > torch.from_numpy(env.action_space.high)).any()
@@ -134,15 +130,15 @@ def test_clipped_actions_are_in_bounds_that_float32_would_round_outwards():
     fc.rollout(env, wide(env), fc.init(env, wide(env), seed=0), 20)
 
 
-@pytest.mark.parametrize("env", ["Pendulum-v1", "torch/Pendulum-v1", "gymnax/Pendulum-v1", Hosted])
+@pytest.mark.parametrize("env", ["Pendulum-v1", "torch/Pendulum-v1", Hosted, *in_soak(["gymnax/Pendulum-v1"])])
 def test_they_pass_the_checks_of_environments(env):
     fc.testing.check_env(fc.make_env(env, num_envs=2, inputs=INPUTS, clip_actions=True, clip_rewards=True))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_copies_of_games_go_on_with_the_last_step(workers, tmp_path):
-    options = {"inputs": INPUTS, "clip_rewards": True, "num_workers": workers}
-    env, policy, state = begun("ale/Pong", 12, num_envs=2, **options)
+    options = {"inputs": INPUTS, "clip_rewards": True, "num_workers": workers, "noop_max": 3}
+    env, policy, state = fresh("ale/Pong", steps=12, num_envs=2, **options)
     fc.save(tmp_path / "state", state)
     copies = [fc.fork(env, state), fc.load(tmp_path / "state", env, policy), state]
     first, *others = [fc.rollout(env, policy, each, 12)[1] for each in copies]

@@ -1,5 +1,6 @@
 """EnvPool against a plain loop over it: the same seeds and actions, lanes that are done reset by their indices."""
 
+import random
 import subprocess
 import sys
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 
 import funcollect as fc
+from funcollect.envs.base import import_extra
 from funcollect.keys import Purpose, fold, key_from_seed
-from tests.envs.conftest import begun
-from tests.support.compare import assert_same, collect, joined, leaves
+from tests.support.compare import assert_same, collect, fresh, joined, leaves
 from tests.support.misuse import refused, runs, table
 from tests.support.running import scaled
 
@@ -137,8 +138,8 @@ def test_finished_lanes_are_not_stepped(frames):
 @pytest.mark.parametrize("name", ["envpool/CartPole-v1", "ale/Pong"])
 def test_each_key_seeds_the_lanes_again(name):
     """Where they are not seeded with each episode. An old seed begins other episodes than before, under other ids."""
-    env = fc.make_env(name, num_envs=3, max_episode_steps=25)
-    with fc.SyncDataCollector(env, frames_per_batch=120, seed=5) as collector:
+    env = fc.make_env(name, num_envs=3, max_episode_steps=12)
+    with fc.SyncDataCollector(env, frames_per_batch=60, seed=5) as collector:
         collector.set_seed(6)
         first = next(collector)
         saved, resumed = collector.state_dict(), []
@@ -148,7 +149,7 @@ def test_each_key_seeds_the_lanes_again(name):
         collector.set_seed(6)
         resumed.append(next(collector))
     assert_same(resumed[0], resumed[1])
-    with fc.SyncDataCollector(env, frames_per_batch=120, seed=6) as collector:
+    with fc.SyncDataCollector(env, frames_per_batch=60, seed=6) as collector:
         assert_same(next(collector), first)
     ids = {*first["collector", "traj_ids"].flatten().tolist()}
     for again in resumed:
@@ -160,7 +161,7 @@ def test_after_an_exception_the_run_is_seeded_again(monkeypatch):
     """The pool may hold an answer that nobody takes; so another one is built, from seeds that follow from the key."""
     after = []
     for _ in range(2):
-        env, policy, state = begun(make("CartPole-v1"))
+        env, policy, state = fresh(make("CartPole-v1"))
         state, first = fc.rollout(env, policy, state, 5)
         pool = state.env_state.simulation.simulators._pool
         with monkeypatch.context() as patch:
@@ -174,7 +175,7 @@ def test_after_an_exception_the_run_is_seeded_again(monkeypatch):
 
 
 def test_a_fork_is_refused_and_leaves_the_state_good():
-    env, policy, state = begun(make("CartPole-v1"))
+    env, policy, state = fresh(make("CartPole-v1"))
     plan = fc.explain(env, policy)
     assert plan.seeding.startswith("run: all lanes are seeded together")
     assert plan.forking.startswith("impossible")
@@ -184,7 +185,7 @@ def test_a_fork_is_refused_and_leaves_the_state_good():
 
 
 def test_an_evaluation_has_a_pool_of_its_own():
-    env, policy, state = begun(make("CartPole-v1"), 20)
+    env, policy, state = fresh(make("CartPole-v1"), steps=20)
     stats = [fc.evaluate(env, policy, episodes=5, seed=1) for _ in range(2)]
     assert torch.equal(stats[0].returns, stats[1].returns)
     whole = collect(env, policy, 40, seed=0)
@@ -241,7 +242,20 @@ assert got == wanted, (got, wanted)
 """
 
 
-def test_the_import_leaves_the_global_generators_alone():
+def test_an_import_leaves_the_global_generators_alone(tmp_path, monkeypatch):
+    """Whatever the module draws, as EnvPool's does."""
+    draws = "DRAWN = random.random(), numpy.random.rand(), torch.rand(3)"
+    (tmp_path / "drawing.py").write_text(f"import random, numpy, torch\n{draws}")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
+    assert len(import_extra("drawing", "drawing", None).DRAWN) == 3
+    assert random.getstate() == before[0]
+    assert np.array_equal(np.random.get_state()[1], before[1])
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+@pytest.mark.evening
+def test_the_import_of_envpool_leaves_the_global_generators_alone():
     done = subprocess.run([sys.executable, "-c", DRAWS], capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
 
@@ -260,7 +274,7 @@ def test_an_asynchronous_pool_has_the_data_of_a_synchronous_one(name, lives):
 
 
 def test_an_asynchronous_pool_goes_on_after_a_broken_call_and_refuses_what_it_cannot_do(monkeypatch):
-    env, policy, state = begun("envpool/CartPole-v1", 20, num_envs=6, batch_size=2)
+    env, policy, state = fresh("envpool/CartPole-v1", steps=20, num_envs=6, batch_size=2)
     with pytest.raises(fc.EnvError, match=r"under way.*leave batch_size out"):
         fc.reset(env, state)
     state = fc.recover(env, state)

@@ -11,6 +11,7 @@ import funcollect as fc
 from funcollect.envs import ActionSpec, Transition, observation_leaves
 from tests.support.compare import assert_same, collect
 from tests.support.envs.jax_counting import counting, counting_policy
+from tests.support.running import in_soak
 
 LINE, PUSH = spaces.Box(-99.0, 99.0, (1,)), spaces.Discrete(2)
 
@@ -70,7 +71,7 @@ class Counting(JaxWalk):
         return Transition(count, {"count": count, "place": jnp.ones(1) * count}, 1.0, False, False)
 
 
-@pytest.mark.parametrize("num_envs", [4, None])
+@pytest.mark.parametrize("num_envs", [4, *in_soak([None])])
 def test_integer_observations_of_jax_pass_every_check(num_envs):
     fc.testing.check_env(Counting(num_envs=num_envs))
 
@@ -122,7 +123,10 @@ def test_parameters_set_after_a_first_init_hold_from_the_next_init_on(kind):
     assert lengths(collected(env, state)[1]) == {2.0}  # a state keeps its own
 
 
-@pytest.mark.parametrize("params", [(2.0,), (jnp.float32(2.0),), (jnp.asarray(2.0),), (np.float32(2.0),)])
+NUMBERS = [2.0, jnp.asarray(2.0), *in_soak([jnp.float32(2.0), np.float32(2.0)])]
+
+
+@pytest.mark.parametrize("params", [(number,) for number in NUMBERS], ids=repr)
 def test_any_kind_of_number_as_a_parameter_compiles_once(params):
     env, traces = JaxWalk(2), []
     env.params = params
@@ -142,9 +146,10 @@ def test_any_kind_of_number_as_a_parameter_compiles_once(params):
     assert not traces
 
 
-@pytest.mark.parametrize(
-    ("kind", "number"), [(TorchWalk, float), (JaxWalk, np.float32), (TorchWalk, torch.tensor), (JaxWalk, jnp.asarray)]
-)
+SAVED = [(TorchWalk, float), (JaxWalk, np.float32), *in_soak([(TorchWalk, torch.tensor), (JaxWalk, jnp.asarray)])]
+
+
+@pytest.mark.parametrize(("kind", "number"), SAVED)
 def test_a_collector_saves_and_loads_the_parameters_of_its_environment(kind, number, tmp_path):
     def collector(length):
         env = kind(2)
@@ -160,7 +165,10 @@ def test_a_collector_saves_and_loads_the_parameters_of_its_environment(kind, num
             loader.load_state_dict({**saver.state_dict(), "env_params": [torch.zeros(3)]})
 
 
-@pytest.mark.parametrize("env", [JaxWalk, TorchWalk, "gymnax/CartPole-v1", "torch/CartPole-v1", "pgx/tic_tac_toe"])
+IDS = ["torch/CartPole-v1", "pgx/tic_tac_toe", *in_soak(["gymnax/CartPole-v1"])]
+
+
+@pytest.mark.parametrize("env", [JaxWalk, TorchWalk, *IDS])
 def test_make_env_sets_the_limit(env):
     _, batch = collected(fc.make_env(env, num_envs=2, max_episode_steps=3), length=9)
     assert batch["next", "truncated"].sum(1).tolist() == [[3], [3]]

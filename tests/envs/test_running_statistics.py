@@ -12,7 +12,7 @@ from gymnasium.wrappers import NormalizeObservation, NormalizeReward, RecordEpis
 from gymnasium.wrappers import vector as vector_wrappers
 
 import funcollect as fc
-from tests.envs.conftest import begun
+from tests.support.compare import fresh
 from tests.support.running import in_soak
 
 
@@ -86,7 +86,7 @@ OF_TORCHRL = [pytest.param(case, marks=pytest.mark.needs("torchrl")) for case in
 @pytest.mark.parametrize("case", [*WITH, *OF_TORCHRL])
 def test_they_are_recognised_and_refused(case):
     make, kwargs, names = (WITH | WITH_TORCHRL)[case]
-    env, policy, state = begun(make(), 4, **kwargs)
+    env, policy, state = fresh(make(), steps=4, **kwargs)
     assert {*env.running_statistics} == names
     plan = fc.explain(env, policy)
     for name in names:
@@ -102,7 +102,7 @@ def test_they_are_recognised_and_refused(case):
 
 
 def test_fixed_statistics_are_evaluated_and_forked():
-    env, policy, state = begun(frozen, num_envs=2)
+    env, policy, state = fresh(frozen, num_envs=2)
     assert "seed of its own" in fc.explain(env, policy).seeding
     assert len(fc.evaluate(env, policy, episodes=3, seed=0)) == 3
     fc.fork(env, state)
@@ -166,7 +166,7 @@ def test_attributes_of_a_simulator_are_not_moved_into_a_dict():
         return any(type(each) is dict and each.keys() & {"action_space", "_action_space"} for each in held)
 
     for arguments in ({}, {"num_envs": 2}):
-        begun(factory, 64, **arguments)
+        fresh(factory, steps=64, **arguments)
     assert not any_dict()
     assert vars(made[-1].env)
     assert any_dict()

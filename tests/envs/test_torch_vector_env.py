@@ -13,9 +13,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
 from funcollect.errors import EnvError, ReplayError
-from tests.envs.conftest import begun
-from tests.support.compare import assert_same, bits, collect, leaves
-from tests.support.devices import each_device
+from tests.support.compare import bits, collect, fresh
 
 P = 4
 
@@ -58,6 +56,7 @@ class LikeManiSkill(Walks):
 
     num_envs = P
     single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    walks = property(lambda self: self)
 
     def reset(self, *, seed=None, options=None):
         self.begin(seed)
@@ -128,61 +127,6 @@ class ReportsSome(LikeManiSkill):
         return *answer, truncated, {**infos, "_final_observation": truncated}
 
 
-KINDS = {"ManiSkill": LikeManiSkill, "Isaac Lab": lambda device: gymnasium.Wrapper(LikeIsaacLab(device=device))}
-
-
-def by_hand(batch, seed):
-    """The batch of a plain loop over equal simulators with the batch's actions."""
-    walks, rows = Walks(batch["action"].device), []
-    walks.begin(seed)
-    for action in batch["action"].unbind(1):
-        before = walks.place
-        reward, terminated, truncated = walks.move(action)
-        rows.append((before, walks.place, reward, terminated, truncated))
-        walks.start(terminated | truncated)
-    names = ("before", "after", "reward", "terminated", "truncated")
-    return dict(zip(names, map(torch.stack, zip(*rows, strict=True)), strict=True))
-
-
-@each_device
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_is_that_of_a_loop_by_hand(kind, device, monkeypatch):
-    seeds = []
-    begin = Walks.begin
-    monkeypatch.setattr(Walks, "begin", lambda self, seed: (seeds.append(seed), begin(self, seed)))
-    env = fc.envs.from_torch_vector_env(partial(KINDS[kind], device), info_keys=["success"])
-    torch.manual_seed(0)  # few networks let no walk live for 9 steps
-    network = torch.nn.Linear(2, 3, device=device)
-    act = lambda x: network(x["policy"] if isinstance(x, dict) else x)  # noqa: E731
-    policy = fc.torch_policy(act, head=fc.heads.categorical, device=device)
-    batch = collect(env, policy, 1, 20, 39, seed=3)
-    monkeypatch.undo()
-    assert {leaf.device.type for leaf in leaves(batch).values()} == {device}
-    assert len(seeds) == 1
-    wanted = by_hand(batch, seeds[0])
-    path = ("policy",) if kind == "Isaac Lab" else ("observation",)
-    assert torch.equal(batch[path].swapaxes(0, 1), wanted["before"])
-    assert torch.equal(batch[("next", *path)].swapaxes(0, 1), wanted["after"])
-    for name in ("reward", "terminated", "truncated"):
-        assert torch.equal(batch["next", name][..., 0].T, wanted[name])
-    assert torch.equal(batch["next", "info", "success"].T, wanted["terminated"])
-    assert batch["next", "truncated"].any()
-    assert batch["next", "terminated"].any()
-    ended = batch["next", "done"][:, :-1, 0].long().cumsum(1)
-    ids = batch["collector", "traj_ids"]
-    assert torch.equal(ids[:, 1:], ids[:, :1] + P * ended)
-    now = fc.evaluate_actions(policy, None, batch)["action_log_prob"]
-    torch.testing.assert_close(now, batch["action_log_prob"])
-
-
-def test_cuts_and_seeds_decide_nothing_else():
-    env = fc.envs.from_torch_vector_env(LikeManiSkill)
-    runs = (((40,), 5), ((1, 7, 32), 5), ((40,), 6))
-    one, two, other = (collect(env, fc.random_policy(env), *lengths, seed=seed) for lengths, seed in runs)
-    assert_same(one, two)
-    assert not torch.equal(other["observation"], one["observation"])
-
-
 def test_it_works_in_collectors_and_evaluations():
     env = fc.envs.from_torch_vector_env(LikeManiSkill)
     policy = fc.jax_policy(lambda params, x: x @ params, np.ones((2, 3), np.float32), head=fc.heads.categorical)
@@ -195,7 +139,6 @@ def test_it_works_in_collectors_and_evaluations():
     assert len(stats) == 6
     with fc.SyncDataCollector(env, policy, frames_per_batch=80, seed=0) as collector:
         collector.load_state_dict(saved)
-
         assert (next(collector)["collector", "traj_ids"][:, 0] > ids[:, -1]).all()
     kept = fc.SyncDataCollector(env, policy, frames_per_batch=80, total_frames=80, seed=0, reset_when_done=False)
     (batch,) = kept
@@ -221,7 +164,7 @@ def test_one_hot_actions():
 
 
 def test_what_cannot_be_done_is_said(tmp_path):
-    env, policy, state = begun(fc.envs.from_torch_vector_env(LikeManiSkill))
+    env, policy, state = fresh(fc.envs.from_torch_vector_env(LikeManiSkill))
     with pytest.raises(ReplayError, match="cannot be forked"):
         fc.fork(env, state)
     with pytest.raises(ReplayError, match="cannot be saved in mid-episode"):
@@ -238,19 +181,19 @@ def test_what_cannot_be_done_is_said(tmp_path):
     with pytest.raises(fc.StaleStateError):
         fc.rollout(env, policy, state, 4)
     one = LikeManiSkill()
-    env, policy, state = begun(fc.envs.from_torch_vector_env(one))
+    env, policy, state = fresh(fc.envs.from_torch_vector_env(one))
     with pytest.raises(EnvError, match="in use by another state: pass a function"):
         fc.init(env, policy, seed=0)
     fc.close(state)
     assert one.closed
     for kind in (partial(LikeIsaacLab, reports=False), ReportsSome):
-        silent, policy, state = begun(fc.envs.from_torch_vector_env(kind))
+        silent, policy, state = fresh(fc.envs.from_torch_vector_env(kind))
         with pytest.raises(EnvError, match=r"does not report the last observations of their episodes.*'final_obs'"):
             fc.rollout(silent, policy, state, 20)
         fc.rollout(silent, policy, fc.recover(silent, state), 1)
     with pytest.raises(ValueError, match="max_frames_per_traj is 5"):
         fc.SyncDataCollector(env, None, frames_per_batch=20, max_frames_per_traj=5)
-    fast, policy, state = begun(fc.envs.from_torch_vector_env(LikeManiSkill, info_keys=["speed"]))
+    fast, policy, state = fresh(fc.envs.from_torch_vector_env(LikeManiSkill, info_keys=["speed"]))
     with pytest.raises(EnvError, match=r"expected \['speed'\] among them"):
         fc.rollout(fast, policy, state, 20)
 
@@ -281,7 +224,7 @@ class Wrong(LikeManiSkill):
     (lambda *answer: (*answer[:-1], {"final_info": answer[0]}), r"the final_info .* is Tensor, expected a dict"),
 ])  # fmt: skip
 def test_wrong_answers_are_named(change, says):
-    env, policy, state = begun(fc.envs.from_torch_vector_env(lambda: Wrong(change), info_keys=["success"]))
+    env, policy, state = fresh(fc.envs.from_torch_vector_env(lambda: Wrong(change), info_keys=["success"]))
     with pytest.raises(EnvError, match=says):
         fc.rollout(env, policy, state, 9)
 
@@ -323,7 +266,7 @@ def test_simulators_that_are_refused_or_not_used_are_closed():
     with pytest.raises(ValueError, match="resets lanes by NEXT_STEP"):
         fc.envs.from_torch_vector_env(lambda: build(NextStep))
     assert made.pop().closed
-    env, _, state = begun(fc.envs.from_torch_vector_env(lambda: build(LikeManiSkill)))
+    env, _, state = fresh(fc.envs.from_torch_vector_env(lambda: build(LikeManiSkill)))
     del env
     assert not made[0].closed
     fc.close(state)
@@ -337,7 +280,7 @@ def test_simulators_that_are_refused_or_not_used_are_closed():
 
 
 def test_a_recovery_from_an_old_state_uses_no_id_again():
-    env, policy, old = begun(fc.envs.from_torch_vector_env(LikeManiSkill))
+    env, policy, old = fresh(fc.envs.from_torch_vector_env(LikeManiSkill))
     _, before = fc.rollout(env, policy, old, 60)
     state = fc.recover(env, old)
     assert state.steps_made == 60

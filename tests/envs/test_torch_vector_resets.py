@@ -1,6 +1,5 @@
 """Simulators over tensors that reset some lanes when asked, behind the interfaces of real ones."""
 
-from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,9 +13,8 @@ from gymnasium.wrappers import OrderEnforcing
 
 import funcollect as fc
 from funcollect.errors import EnvError
-from tests.envs.conftest import begun
 from tests.envs.test_torch_vector_env import LikeIsaacLab, LikeManiSkill, P, Walks
-from tests.support.compare import assert_same, collect
+from tests.support.compare import assert_same, collect, fresh, leaves
 from tests.support.devices import each_device
 
 
@@ -78,31 +76,22 @@ def isaac_lab(mode="DISABLED", device=None):
     return OrderEnforcing(IsaacLab(mode, device))
 
 
-@dataclass
-class MjlabBox:
-    shape: tuple[int, ...] = ()
-    dtype: str = "float32"
-    low: float = -np.inf
-    high: float | tuple[float, ...] = np.inf
+class MjlabSpace(SimpleNamespace):
+    """One of mjlab's own: a dict of `spaces`, or a box."""
+
+    __module__ = "mjlab.utils.spaces"
 
 
-@dataclass
-class MjlabDict:
-    shape: tuple[int, ...] = ()
-    dtype: str = "float32"
-    spaces: dict[str, MjlabBox] = field(default_factory=dict)
-
-
-MjlabBox.__module__ = MjlabDict.__module__ = "mjlab.utils.spaces"
+def mjlab_box(size, low=-np.inf, high=np.inf):
+    return MjlabSpace(shape=(size,), dtype="float32", low=low, high=high)
 
 
 class Mjlab:
     """`ManagerBasedRlEnv`: spaces of its own, a mode in its configuration alone, flags in buffers that it rewrites."""
 
-    single_observation_space = MjlabDict(
-        spaces={"actor": MjlabBox((2,)), "critic": MjlabDict(spaces={"age": MjlabBox((1,))})}
-    )
-    single_action_space = MjlabBox((1,), low=-1.0, high=(1.0,))
+    critic = MjlabSpace(spaces={"age": mjlab_box(1)})
+    single_observation_space = MjlabSpace(spaces={"actor": mjlab_box(2), "critic": critic})
+    single_action_space = mjlab_box(1, low=-1.0, high=(1.0,))
 
     def __init__(self, auto_reset=False, device=None):
         self.walks, self.num_envs, self.cfg = Noisy(device), P, SimpleNamespace(auto_reset=auto_reset)
@@ -205,15 +194,19 @@ def by_mask(env, mask):
     return env.reset(options={"reset_mask": mask})[0]
 
 
+SUCCESS = {"info_keys": ["success"]}
 KINDS = {
+    "ManiSkill that resets all": (LikeManiSkill, SUCCESS, None),
+    "Isaac Lab that resets itself": (lambda device: gymnasium.Wrapper(LikeIsaacLab(device=device)), SUCCESS, by_ids),
     "Isaac Lab": (isaac_lab, {}, by_ids),
     "Isaac Lab, same step": (partial(isaac_lab, "SAME_STEP"), {}, by_ids),
     "mjlab": (Mjlab, {}, by_ids),
     "ManiSkill": (ManiSkill, {}, by_index),
-    "ManiSkill without resets": (partial(ManiSkill, False), {"info_keys": ["success"]}, by_index),
+    "ManiSkill without resets": (partial(ManiSkill, False), SUCCESS, by_index),
     "next step": (Masked, {"partial_reset": "reset_mask"}, by_mask),
     "a mask": (partial(Masked, True), {"autoreset_mode": "DISABLED"}, by_mask),
 }
+RESET = [kind for kind, (*_, reset) in KINDS.items() if reset]
 
 
 def made(kind, device="cpu"):
@@ -252,9 +245,9 @@ def by_hand(env, reset, seed, actions, limit):
 
 
 @each_device
-@pytest.mark.parametrize("limit", [None, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "limit"), [*((kind, None) for kind in KINDS), *((kind, 4) for kind in RESET)])
 def test_data_are_those_of_a_plain_loop(kind, limit, device):
+    """Which is seeded once."""
     env = made(kind, device)
     policy = fc.random_policy(env)
     state, batches = fc.init(env, policy, seed=2), []
@@ -264,6 +257,7 @@ def test_data_are_those_of_a_plain_loop(kind, limit, device):
         state, batch = fc.rollout(env, policy, state, length, max_frames_per_traj=limit)
         batches.append(batch)
     batch = torch.cat(batches, 1)
+    assert {leaf.device.type for leaf in leaves(batch).values()} == {device}
     build, _, reset = KINDS[kind]
     wanted = by_hand(build(device=device), reset, seed, batch["action"].unbind(1), limit)
     names = ("reward", "terminated", "truncated")
@@ -274,15 +268,17 @@ def test_data_are_those_of_a_plain_loop(kind, limit, device):
     done = batch["next", "done"][..., 0]
     assert batch["next", "terminated"].any()
     assert (done & ~batch["next", "terminated"][..., 0]).any() or not limit
+    if env.info_keys:
+        assert torch.equal(batch["next", "info", "success"], batch["next", "terminated"][..., 0])
     ids, steps = batch["collector", "traj_ids"], batch["collector", "step"]
     assert torch.equal(ids[:, 1:], ids[:, :1] + P * done[:, :-1].long().cumsum(1))
     assert steps.max() < (limit or 99)
     assert torch.equal(steps[:, 1:] == 0, done[:, :-1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RESET)
 def test_masks_and_lanes_that_stay_finished(kind):
-    env, policy, state = begun(made(kind), 3)
+    env, policy, state = fresh(made(kind), steps=3)
     before, mask = state.step, torch.tensor([True, False, False, True])
     seen = {path: value.clone() for path, value in state.observation.items()}
     state = fc.reset(env, state, mask)
@@ -323,11 +319,6 @@ def test_spaces_of_mjlab():
     assert env.observation_space["critic"]["age"].shape == (1,)
 
 
-def test_infos_are_those_of_the_last_step():
-    batch = collect(made("ManiSkill without resets"), fc.random_policy(made("ManiSkill")), 30)
-    assert torch.equal(batch["next", "info", "success"], batch["next", "terminated"][..., 0])
-
-
 def test_next_step_and_disabled_are_the_same():
     one, two = (collect(made(kind), fc.random_policy(made(kind)), 1, 40, seed=3) for kind in ("next step", "a mask"))
     assert_same(one, two)
@@ -335,7 +326,11 @@ def test_next_step_and_disabled_are_the_same():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_passes_every_check(kind):
-    assert {"resets", "reset_mask", "old_states", "cuts"} <= {*fc.testing.check_env(made(kind), steps=30).passed}
+    wanted = {"resets", "another_seed", "old_states", "cuts"} | ({"reset_mask"} if kind in RESET else set())
+    assert wanted <= {*fc.testing.check_env(made(kind), steps=30).passed}
+
+
+OTHERS = "begins other episodes in the step of an end, .*SAME_STEP"
 
 
 class Patient(IsaacLab):
@@ -349,18 +344,8 @@ class Patient(IsaacLab):
 @pytest.mark.parametrize(
     ("does", "given", "check", "says"),
     [
-        (
-            LikeManiSkill,
-            {"autoreset_mode": "DISABLED"},
-            "runs",
-            "begins other episodes in the step of an end, .*SAME_STEP",
-        ),
-        (
-            LikeManiSkill,
-            {"autoreset_mode": "NEXT_STEP", "partial_reset": "reset_mask"},
-            "runs",
-            "begins other episodes in the step of an end, .*SAME_STEP",
-        ),
+        (LikeManiSkill, {"autoreset_mode": "DISABLED"}, "runs", OTHERS),
+        (LikeManiSkill, {"autoreset_mode": "NEXT_STEP", "partial_reset": "reset_mask"}, "runs", OTHERS),
         (partial(LikeIsaacLab, reports=False), {"autoreset_mode": "DISABLED"}, "terminal", "begin with"),
         (partial(Masked, True), {}, "runs", "does not report the last observations .*autoreset_mode='DISABLED'"),
         (Patient, {"autoreset_mode": "SAME_STEP"}, "runs", "does not report the last observations"),
@@ -390,6 +375,6 @@ def test_resets_that_do_not_fit(build, given, says):
 
 
 def test_mjlab_that_resets_itself_is_told_how_not_to():
-    env, policy, state = begun(fc.envs.from_torch_vector_env(partial(Mjlab, True)))
+    env, policy, state = fresh(fc.envs.from_torch_vector_env(partial(Mjlab, True)))
     with pytest.raises(EnvError, match=r"does not report .*auto_reset=False"):
         fc.rollout(env, policy, state, 40)

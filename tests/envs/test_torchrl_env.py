@@ -20,9 +20,8 @@ from funcollect.envs.torchrl_specs import action_spec, observation_space
 from funcollect.keys import Purpose, fold, key_from_seed
 from funcollect.specs import ActionSpec
 from funcollect.testing import ENV_CHECKS, check_env
-from tests.envs.conftest import begun
 from tests.support.cases import mlp
-from tests.support.compare import assert_same, bits, collect, leaves
+from tests.support.compare import assert_same, bits, collect, fresh, leaves
 from tests.support.running import in_soak
 
 LENGTH = 90
@@ -68,31 +67,38 @@ FEW = ["one_hot", "drawing as it is built", "pendulum", "serial", "transformed",
 
 
 def own_loop(env, seed, actions):
-    """TorchRL's loop: every step's TensorDict, stacked over time, the last batch dimension."""
+    """TorchRL's loop with actions by key: every step's TensorDict, stacked over time, the last batch dimension."""
     first, lanes = fold(key_from_seed(seed), Purpose.RESET, 0, 0)[0], len(env.batch_size)
     with torch.random.fork_rng():
         torch.manual_seed(first)
         env.set_seed(first)
         root, rows = env.reset(), []
-        for action in actions.unbind(lanes):
-            root.set("action", action)
+        for at in range(min(action.shape[lanes] for action in actions.values())):
+            for key, action in actions.items():
+                root.set(key, action.select(lanes, at))
             row, root = env.step_and_maybe_reset(root)
             rows.append(row.clone())
     env.close(raise_if_closed=False)
     return torch.stack(rows, lanes)
 
 
+def check_keys(batch, own, *more):
+    """A batch has the keys of TorchRL's own, bit for bit, but for a lane's action, and some of its own beside."""
+    wanted, got = leaves(own.exclude("action")), leaves(batch.exclude("collector", "action"))
+    assert got.keys() - wanted.keys() <= {*more}
+    for path, leaf in wanted.items():
+        assert (got[path].dtype, got[path].shape) == (leaf.dtype, leaf.shape), path
+        assert bits(got[path]) == bits(leaf), path
+
+
+AGGREGATED = ("next", "reward"), ("truncated",), ("next", "truncated")  # of groups
+
+
 @pytest.mark.parametrize("name", [*FEW, *in_soak(name for name in ENVS if name not in FEW)])
 def test_every_key_is_that_of_torchrls_own_loop(name):
     env = fc.make_env(ENVS[name])
     batch = collect(env, fc.random_policy(env), LENGTH, seed=3)
-    own = own_loop(ENVS[name](), 3, batch["action"])
-    wanted = leaves(own.exclude("action"))
-    got = leaves(batch.exclude("collector", "action"))
-    assert got.keys() == wanted.keys()
-    for path, leaf in wanted.items():
-        assert (got[path].dtype, got[path].shape) == (leaf.dtype, leaf.shape), path
-        assert bits(got[path]) == bits(leaf), path
+    check_keys(batch, own_loop(ENVS[name](), 3, {"action": batch["action"]}))
     assert batch["next", "done"].sum() > 1  # episodes ended, and their last observations were compared
     if "step_count" in batch:  # of a transform
         assert torch.equal(batch["step_count"][..., 0], batch["collector", "step"])
@@ -123,7 +129,7 @@ def lose(process):
 
 
 def test_lanes_are_reset_from_outside_in_the_middle_of_an_episode():
-    env, policy, state = begun(ENVS["transformed serial"], 4)
+    env, policy, state = fresh(ENVS["transformed serial"], steps=4)
     state = fc.reset(env, state, torch.tensor([True, False, True]))
     state, batch = fc.rollout(env, policy, state, 3, max_frames_per_traj=6)
     assert batch["step_count"][..., 0].tolist() == [[0, 1, 2], [4, 5, 0], [0, 1, 2]]
@@ -207,7 +213,7 @@ def test_a_collector_takes_a_factory_and_its_keywords():
 
 
 def test_an_instance_backs_one_state():
-    env, policy, state = begun(cartpole())
+    env, policy, state = fresh(cartpole())
     with pytest.raises(ValueError, match="pass a factory"):
         fc.init(env, policy, seed=0)
     with pytest.raises(fc.ReplayError, match="seeded by run"):
@@ -259,13 +265,16 @@ def test_what_cannot_be_driven_is_said(make, kwargs, error, message):
 
 
 def test_what_an_environment_raises_names_it_and_a_reset_goes_on():
-    env, policy, state = begun(Failing)
+    env, policy, state = fresh(Failing)
     with pytest.raises(fc.EnvError, match=r"Failing: step raised RuntimeError\('out of order'\)"):
         fc.rollout(env, policy, state, 3)
     assert fc.recover(env, state).observation["agent", "place"].sum() == 0
 
 
-@pytest.mark.parametrize("name", [*FEW, *in_soak(name for name in ENVS if name not in FEW)])
+CHECKED = ["one_hot", "drawing as it is built", "transformed serial"]
+
+
+@pytest.mark.parametrize("name", [*CHECKED, *in_soak(name for name in ENVS if name not in CHECKED)])
 def test_every_check_of_an_environment_passes(name):
     report = check_env(ENVS[name], steps=100)
     idle = {"fork", "save", "lanes_alone", "own_resets", "groups"} | (set() if "serial" in name else {"reset_mask"})
@@ -288,7 +297,7 @@ def test_it_is_known_to_truncate_where_something_counts_its_steps(make, truncate
 
 def test_functions_of_a_single_environment():
     for make in (cartpole, ENVS["transformed"], lambda: SerialEnv(1, cartpole)):
-        env, policy, state = begun(make, 3)
+        env, policy, state = fresh(make, steps=3)
         if env.num_envs is None:
             state, names = fc.apply(env, state, lambda lane: type(lane).__name__)
             assert names == [type(make()).__name__]
@@ -397,23 +406,8 @@ GROUPED = {
 def test_groups_have_the_keys_and_values_of_torchrls_own_loop(name):
     env = fc.make_env(GROUPED[name])
     batch = collect(env, fc.random_policy(env), 20, seed=3)
-    raw, lanes = GROUPED[name](), int(env.num_envs is not None)
-    actions = {group: batch[group, "action"] for group in env.groups}
-    first = fold(key_from_seed(3), Purpose.RESET, 0, 0)[0]
-    with torch.random.fork_rng():
-        torch.manual_seed(first)
-        raw.set_seed(first)
-        root, rows = raw.reset(), []
-        for at in range(20):
-            for group, action in actions.items():
-                root.set((group, "action"), action.select(lanes, at))
-            row, root = raw.step_and_maybe_reset(root)
-            rows.append(row.clone())
-    wanted, got = leaves(torch.stack(rows, lanes)), leaves(batch.exclude("collector"))
-    assert got.keys() - wanted.keys() <= {("next", "reward"), ("truncated",), ("next", "truncated")}
-    for path, leaf in wanted.items():
-        assert (got[path].dtype, got[path].shape) == (leaf.dtype, leaf.shape), path
-        assert bits(got[path]) == bits(leaf), path
+    actions = {(group, "action"): batch[group, "action"] for group in env.groups}
+    check_keys(batch, own_loop(GROUPED[name](), 3, actions), *AGGREGATED)
     assert batch["next", "done"].any()
     sums = sum(batch["next", group, "reward"].sum((-1, -2)) for group in env.groups)
     torch.testing.assert_close(batch["next", "reward"][..., 0], sums)

@@ -15,6 +15,7 @@ import funcollect as fc
 from funcollect.keys import Purpose, fold, key_from_seed
 from tests.support.cases import HIDDEN, Recurrent
 from tests.support.compare import assert_same, collect
+from tests.support.running import in_soak, scaled
 
 NAMES = ("ann", "bob", "cay")
 
@@ -135,7 +136,10 @@ def made(**kwargs):
     return fc.envs.from_pettingzoo(Race, num_envs=4, info_keys=["time"], **kwargs)
 
 
-@pytest.mark.parametrize("kind", POLICIES)
+FEW = ["random", "torch", "mixed", "recurrent", "jax recurrent"]
+
+
+@pytest.mark.parametrize("kind", [*FEW, *in_soak(kind for kind in POLICIES if kind not in FEW)])
 def test_the_rows_are_those_of_a_raw_loop(kind):
     env = made()
     batch = collect(env, POLICIES[kind](env), *LENGTHS, seed=1)
@@ -192,7 +196,7 @@ def naive(batch, players):
     return [move for player in range(players) for move in moves if move["player"] == player]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(scaled(1)))
 def test_moves_are_those_of_a_loop(seed):
     env = made()
     policy = POLICIES["recurrent"](env)
@@ -263,7 +267,7 @@ def test_past_selves_have_lanes_of_their_own():
     assert len(frames[0]) == len(frames[1]) == 2
 
 
-@pytest.mark.parametrize("kind", ["jax", "random", "torch", "recurrent"])
+@pytest.mark.parametrize("kind", ["random", "torch", "recurrent", *in_soak(["jax"])])
 def test_games_in_jax(kind):
     """The loop is one program; each policy acts for its player."""
     sizes = {"inputs": 18, "choices": 9}

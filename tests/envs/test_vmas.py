@@ -10,8 +10,9 @@ from torchrl.envs.libs.vmas import VmasEnv
 
 import funcollect as fc
 from funcollect.keys import Purpose, fold, key_from_seed
+from tests.envs.test_torchrl_env import AGGREGATED, check_keys, own_loop
 from tests.support.cases import mlp
-from tests.support.compare import assert_same, bits, collect, leaves
+from tests.support.compare import assert_same, collect
 
 import vmas  # isort: skip
 
@@ -67,18 +68,7 @@ def test_torchrls_own_environment_and_a_policy_for_the_group():
 
     env = fc.make_env(make)
     batch = collect(env, fc.random_policy(env), 12, seed=3)
-    first = fold(key_from_seed(3), Purpose.RESET, 0, 0)[0]
-    raw = make()
-    raw.set_seed(first)
-    root, rows = raw.reset(), []
-    for at in range(12):
-        root.set(("agents", "action"), batch["agents", "action"][:, at])
-        row, root = raw.step_and_maybe_reset(root)
-        rows.append(row.clone())
-    wanted, got = leaves(torch.stack(rows, 1)), leaves(batch.exclude("collector"))
-    assert got.keys() - wanted.keys() <= {("next", "reward"), ("truncated",), ("next", "truncated")}
-    for path, leaf in wanted.items():
-        assert (got[path].dtype, bits(got[path])) == (leaf.dtype, bits(leaf)), path
+    check_keys(batch, own_loop(make(), 3, {("agents", "action"): batch["agents", "action"]}), *AGGREGATED)
     env = fc.make_env("vmas/navigation", num_envs=3, n_agents=2, max_episode_steps=5)
     (inputs,) = env.groups["agent"].observation_space.shape
     policy = fc.by_group({"agent": fc.torch_policy(mlp(inputs, 4), head=fc.heads.tanh_normal)})

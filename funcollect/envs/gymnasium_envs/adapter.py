@@ -254,7 +254,6 @@ def _factory_of(source: EnvSource, kwargs: dict[str, Any], *, in_worker: bool = 
 
 @contextlib.contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Say what to do about an id that Gymnasium does not know."""
     try:
         yield
     except (gymnasium.error.Error, ModuleNotFoundError) as error:

@@ -19,6 +19,7 @@ from funcollect.arguments import check_choice, check_keys, check_kind, check_num
 from funcollect.envs import base
 from funcollect.envs.base import AdaptedEnv, EnvBase, returned
 from funcollect.envs.jax_envs.by_agents import lane_of
+from funcollect.envs.plain_spaces import each_part
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax, tracing
 from funcollect.interop.memo import Variable, memo_of, set_since_use, variables_of
@@ -227,19 +228,20 @@ def jax_env(
 
 def as_delivered(space: Space) -> Space:
     """The same space with the integer dtypes of JAX's arrays: 32 bits, unless JAX has enabled 64."""
+    return each_part(_as_delivered, space)
+
+
+def _as_delivered(space: Space) -> Space:
     own = np.dtype(space.dtype or np.float32)
     dtype = np.dtype(import_jax().dtypes.canonicalize_dtype(own))
-    changes = own.kind in "iu" and dtype != own
+    if own.kind not in "iu" or dtype == own:
+        return space
     match space:
-        case spaces.Dict():
-            return spaces.Dict({name: as_delivered(child) for name, child in space.spaces.items()})
-        case spaces.Tuple():
-            return spaces.Tuple([*map(as_delivered, space.spaces)])
-        case spaces.Discrete() if changes:
+        case spaces.Discrete():
             return spaces.Discrete(int(space.n), start=int(space.start), dtype=dtype.type)
-        case spaces.MultiDiscrete() if changes:
+        case spaces.MultiDiscrete():
             return spaces.MultiDiscrete(space.nvec, dtype.type, start=space.start)
-        case spaces.Box() if changes:
+        case spaces.Box():
             return base.box(space.shape, dtype, space.low, space.high)
     return space
 

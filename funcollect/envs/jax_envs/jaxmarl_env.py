@@ -74,19 +74,15 @@ def from_jaxmarl(
         return rows | ({STATE: seen.get(_WORLD)} if state else {})
 
     def by_group(values: Mapping[str, Any]) -> dict[str, Any]:
-        tree = import_jax().tree
-        stacked = {
-            name: tree.map(lambda *rows: import_jax().numpy.stack(rows), *map(values.__getitem__, group.names))
-            for name, group in found.items()
-        }
-        return stacked | ({STATE: values[STATE]} if STATE in values else {})
+        shared = {STATE: values[STATE]} if STATE in values else {}
+        return agents.by_group(found, values, import_jax().numpy.stack) | shared
 
     def reset(key: Any, _: Any) -> tuple[Any, Any]:
         seen, env_state = raw.reset(key)
         return env_state, by_group(observed(seen, env_state))
 
     def step(key: Any, env_state: Any, actions: Mapping[str, Any], _: Any) -> Transition:
-        own = {each: row for name, group in found.items() for each, row in zip(group.names, actions[name], strict=True)}
+        own = agents.by_agent(found, actions)
         seen, after, reward, done, info = raw.step_env(key, env_state, own)
         # The same step is also traced without the limit, and the compiler merges the two.
         ends = done if endless is None else endless.step_env(key, env_state, own)[3]
@@ -128,7 +124,6 @@ def _legal_actions(raw: Any) -> Callable[[Any], Mapping[str, Any]] | None:
 
 
 def _shapes(raw: Any, actions: Mapping[str, Space], observed: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
-    """The shapes and dtypes of what agents observe, and of infos."""
     zeros = {name: np.zeros(space.shape or (), space.dtype) for name, space in actions.items()}
 
     def first(key: Any) -> tuple[Any, Any]:

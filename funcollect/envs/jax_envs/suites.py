@@ -53,10 +53,8 @@ _SUITES: dict[str, tuple[str, Callable[[Any], tuple[Iterable[str], Callable[...,
     "playground": ("mujoco_playground", _playground),
     "xminigrid": ("xminigrid", lambda its: (its.registered_environments(), its.make)),
 }
-_EXTRAS = {
-    "craftax": None,
-    "jaxmarl": "agents",
-}  # not "jax-envs": it wants pygame, whose files overwrite those of Gymnasium's pygame-ce
+# Not "jax-envs": it wants pygame, whose files overwrite those of Gymnasium's pygame-ce.
+_EXTRAS = {"craftax": None, "jaxmarl": "agents"}
 _TRUNCATION, _TERMINATION = 1, 2  # navix's step types; 0 is a transition
 _MINIGRID_FPS = 10
 _NAVIX_SIZE = 256  # pixels that the shorter side has at least, up to rounding: navix draws 8 for a cell

@@ -14,8 +14,8 @@ import funcollect as fc
 from funcollect.envs.host.lane_workers import lane_pool
 from funcollect.processes import pool
 from funcollect.processes.system import SIGNS
-from tests.envs.conftest import begun
 from tests.envs.test_torch_vector_env import LikeManiSkill
+from tests.support.compare import fresh
 from tests.support.envs.counting import make_counting
 from tests.support.faulty.faulty_workers import Plain, workers_of
 from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY, ROOT
@@ -106,7 +106,7 @@ def test_a_rollout_may_outlast_the_timeout_of_its_worker(make, lanes, spread, st
 
 def test_an_order_may_last_longer_than_the_timeout_of_worker_lanes(tmp_path, monkeypatch):
     monkeypatch.setattr(lane_pool, "SLICE", 0.01)
-    env, policy, state = begun(lanes_of(tmp_path, 6, num_workers=1, timeout=2))
+    env, policy, state = fresh(lanes_of(tmp_path, 6, num_workers=1, timeout=2))
     clock = StepClock(tmp_path, 1.0, 12)
     clock.signs = workers_of(state)[0].signs
     for module in (lane_pool, pool):

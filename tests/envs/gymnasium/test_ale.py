@@ -10,8 +10,7 @@ from PIL import Image
 
 import funcollect as fc
 from funcollect.envs.gymnasium_envs import atari_lanes
-from tests.envs.conftest import begun
-from tests.support.compare import COPIES, assert_same, collect
+from tests.support.compare import COPIES, assert_same, collect, fresh
 from tests.support.misuse import Misuse, refused, runs, table
 from tests.support.plain import check_lanes
 from tests.support.running import in_soak, scaled
@@ -86,7 +85,7 @@ def test_a_copy_goes_on_as_its_source_does(monkeypatch, sticky, copied):
 def test_a_copy_knows_the_action_that_is_repeated(monkeypatch, copied):
     """Nine frames of ten repeat it, and no copy of a game holds it: a fork from the last copy would go another way."""
     monkeypatch.setattr(atari_lanes, "_APART", 12)
-    env = ale(num_envs=4, max_episode_steps=200, repeat_action_probability=0.9)
+    env = ale(max_episode_steps=200, repeat_action_probability=0.9)
     policy, state, parts, forks = walk(env, [25, 12, 12], copied)  # one step after a copy
     parts.append(fc.rollout(env, policy, state, 4)[1])
     for taken, fork in enumerate(forks[1:], 1):
@@ -122,7 +121,7 @@ class Remembering(gymnasium.Wrapper):
 
 def test_a_wrapper_that_cannot_be_copied_is_named_by_copies_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(atari_lanes, "_APART", 10)
-    env, policy, state = begun(lambda: Remembering(build(), (step for step in range(9))), 30)
+    env, policy, state = fresh(lambda: Remembering(build(), (step for step in range(9))), steps=30)
     says = ("Remembering", "cannot pickle 'generator'", "leave out the wrapper", "has not changed")
     with refused(fc.ReplayError, says):
         fc.fork(env, state)
@@ -134,7 +133,7 @@ def test_a_wrapper_that_cannot_be_copied_is_named_by_copies_alone(monkeypatch, t
 
 def test_a_wrapper_that_is_no_plain_data_is_named_by_save_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(atari_lanes, "_APART", 10)
-    env, policy, state = begun(lambda: Remembering(build(), Image.new("L", (2, 2))), 30)
+    env, policy, state = fresh(lambda: Remembering(build(), Image.new("L", (2, 2))), steps=30)
     with refused(fc.ReplayError, ("memory", "cannot be saved as data", "episodes='restart'")):
         fc.save(tmp_path / "state", state)
     fc.save(tmp_path / "state", state, episodes="restart")

@@ -17,6 +17,7 @@ from funcollect.errors import EnvError
 from funcollect.interop.memory import aligned
 from funcollect.specs import assemble, observation_leaves
 from tests.support.compare import assert_same, collect
+from tests.support.running import pairwise
 
 NUMBERS = [0.0, 0.0]
 CONTAINERS = {"tensor": torch.from_numpy, "list": np.ndarray.tolist, "memoryview": memoryview}
@@ -120,10 +121,12 @@ class Strict(gymnasium.Env):
         return np.int64(action.item()), 0.0, False, False, {}
 
 
-@pytest.mark.parametrize(("num_envs", "workers"), [(None, 0), (3, 0), (3, 2)])
-@pytest.mark.parametrize("one_hot", [False, True])
-@pytest.mark.parametrize(("start", "dtype"), [(0, np.int64), (-1, np.int64), (5, np.int32)])
-def test_a_discrete_action_is_a_number_of_numpy(num_envs, workers, one_hot, start, dtype):
+STARTS = [(0, np.int64), (-1, np.int64), (5, np.int32)]
+
+
+@pytest.mark.parametrize(("lanes", "one_hot", "numbers"), pairwise([(None, 0), (3, 0), (3, 2)], [False, True], STARTS))
+def test_a_discrete_action_is_a_number_of_numpy(lanes, one_hot, numbers):
+    (num_envs, workers), (start, dtype) = lanes, numbers
     env = fc.make_env(lambda: Strict(start, dtype), num_envs=num_envs, num_workers=workers, one_hot=one_hot)
     batch = collect(env, fc.random_policy(env), 10, seed=0)
     action = batch["action"].argmax(-1) + start if one_hot else batch["action"]

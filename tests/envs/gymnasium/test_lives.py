@@ -15,7 +15,7 @@ from funcollect.keys import Purpose, fold, key_from_seed
 from tests.envs.conftest import VECTORS
 from tests.support.compare import COPIES, assert_same, collect
 from tests.support.plain import plain_loop
-from tests.support.running import FORKS_OF_RAY
+from tests.support.running import FORKS_OF_RAY, in_soak, once
 
 gymnasium.register_envs(ale_py)
 LIVES = ("next", "info", "lives")
@@ -43,7 +43,7 @@ ENVS = {
 }
 
 
-@pytest.mark.parametrize("source", ENVS)
+@pytest.mark.parametrize("source", ["id", "instances", "workers", *in_soak(["factory"])])
 def test_the_game_goes_on_after_a_lost_life(source):
     batch = collect(ENVS[source](), POLICY, 700, seed=0)
     for lane, rows in enumerate(batch):
@@ -79,13 +79,12 @@ def theirs_with_fire(game, whole):
     return AtariWrapper(game, clip_reward=False) if whole else FireResetEnv(EpisodicLifeEnv(AtariPreprocessing(game)))
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize(("game", "steps"), [("Breakout", 400), ("Pong", 1300)])
-def test_the_ball_is_served_as_by_stable_baselines(game, steps, whole):
+@pytest.mark.parametrize(("game", "whole"), once(["Breakout", "Pong"], [False, True]))
+def test_the_ball_is_served_as_by_stable_baselines(game, whole):
     keys = ["lives", "episode_frame_number", "frame_number"]
     options = {"terminal_on_life_loss": True, "fire_reset": True, "stack": 1, "info_keys": keys}
     env = fc.make_env(f"ale/{game}", num_envs=2, **options)
-    for lane, rows in enumerate(collect(env, fc.random_policy(env), steps, seed=0)):
+    for lane, rows in enumerate(collect(env, fc.random_policy(env), 400 if game == "Breakout" else 1300, seed=0)):
         where = {"lane": lane, "lanes": 2, "info_keys": keys, "reseed": False}
         wanted = plain_loop(theirs_with_fire(game, whole), seed=0, actions=rows["action"].tolist(), **where)
         assert rows["next", "done"].sum() > (5 if game == "Breakout" else 0)
@@ -96,8 +95,7 @@ def test_the_ball_is_served_as_by_stable_baselines(game, steps, whole):
                 assert torch.equal(rows[path].squeeze(1), column), path
 
 
-@pytest.mark.parametrize("copied", COPIES)
-@pytest.mark.parametrize("apart", [20, 500])
+@pytest.mark.parametrize(("copied", "apart"), once(COPIES, [20, 500]))
 def test_a_copy_is_in_the_same_life(monkeypatch, copied, apart):
     monkeypatch.setattr(atari_lanes, "_APART", apart)
     env = fc.make_env("ale/Breakout", num_envs=2, **LOSING, fire_reset=apart == 20)

@@ -12,8 +12,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 import funcollect as fc
 from funcollect.envs.plain_spaces import plain_actions
 from funcollect.errors import EnvError
-from tests.envs.conftest import begun
-from tests.support.compare import collect
+from tests.support.compare import collect, fresh
+from tests.support.running import once
 
 BOX = spaces.Box(np.array([-1.0, 0.0], np.float32), np.array([1.0, 9.0], np.float32))
 DISABLED, PUSH = AutoresetMode.DISABLED, spaces.Discrete(2)
@@ -126,11 +126,12 @@ def test_a_longer_text_is_an_error_with_its_length():
         fc.init(env, fc.random_policy(env), seed=0)
 
 
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize(("key", "says"), [
-    ("action", r"'action' holds a dict, .*\['action.inside', 'action.parts.flat'\]"), ("action.out", "no info key"),
-])  # fmt: skip
-def test_a_dict_among_infos_is_named_with_its_keys(lanes, key, says):
-    env, policy, state = begun(LANES[lanes](Missions, text=20, info_keys=[key]))
+DICTS = {"action": r"'action' holds a dict, .*\['action.inside', 'action.parts.flat'\]", "action.out": "no info key"}
+
+
+@pytest.mark.parametrize(("lanes", "key"), dict.fromkeys([*once(LANES, DICTS), ("vector", "action")]))
+def test_a_dict_among_infos_is_named_with_its_keys(lanes, key):
+    says = DICTS[key]
+    env, policy, state = fresh(LANES[lanes](Missions, text=20, info_keys=[key]))
     with pytest.raises(EnvError, match=says):
         fc.rollout(env, policy, state, 2)

@@ -10,10 +10,10 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 import funcollect as fc
 from funcollect.keys import Purpose, fold, key_from_seed
-from tests.envs.conftest import VECTORS, begun
+from tests.envs.conftest import VECTORS
 from tests.support.cases import POLICIES
-from tests.support.compare import assert_same
-from tests.support.running import FORKS_OF_RAY
+from tests.support.compare import assert_same, collect, fresh
+from tests.support.running import FORKS_OF_RAY, once
 
 pytestmark = FORKS_OF_RAY  # and those of `AsyncVectorEnv`
 DISABLED, NEXT_STEP, SAME_STEP = AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP
@@ -44,31 +44,24 @@ class Informed(gymnasium.Env):
         return self.seen(), float(action), left == 0, False, {"left": left}
 
 
-def data(vector, steps=(1, 25, 14), *, seed=0, limit=None, **kwargs):
+def data(vector, steps=(1, 25, 14), *, policy=fc.random_policy, limit=None, **kwargs):
     env = fc.make_env(vector, **kwargs)
-    policy, batches = fc.random_policy(env), []
-    state = fc.init(env, policy, seed=seed)
-    for count in steps:
-        state, batch = fc.rollout(env, policy, state, count, max_frames_per_traj=limit)
-        batches.append(batch)
-    return torch.cat(batches, 1)
+    return collect(env, policy(env), *steps, seed=0, max_frames_per_traj=limit)
 
 
-@pytest.mark.parametrize("kind", VECTORS.values(), ids=VECTORS)
-@pytest.mark.parametrize("limit", [None, 6])
+@pytest.mark.parametrize(("kind", "limit"), once(VECTORS, [None, 6]))
 def test_a_mask_comes_before_the_next_step(kind, limit):
     """So the data of NEXT_STEP are those of DISABLED, also where a limit cuts, and can be forked."""
     modes = DISABLED, NEXT_STEP
-    assert_same(*(data(kind([cartpole] * P, autoreset_mode=mode), limit=limit) for mode in modes))
-    env, policy, state = begun(kind([cartpole] * P, autoreset_mode=NEXT_STEP), 9, seed=1)
+    assert_same(*(data(VECTORS[kind]([cartpole] * P, autoreset_mode=mode), limit=limit) for mode in modes))
+    env, policy, state = fresh(VECTORS[kind]([cartpole] * P, autoreset_mode=NEXT_STEP), steps=9, seed=1)
     other = fc.fork(env, state)
     assert_same(fc.rollout(env, policy, state, 9)[1], fc.rollout(env, policy, other, 9)[1])
 
 
-@pytest.mark.parametrize("kind", VECTORS.values(), ids=VECTORS)
-@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize(("kind", "limit"), once(VECTORS, [2, None]))
 def test_what_begins_in_the_same_step(kind, limit):
-    batch = data(kind([Informed] * P, autoreset_mode=SAME_STEP), info_keys=["left"], limit=limit)
+    batch = data(VECTORS[kind]([Informed] * P, autoreset_mode=SAME_STEP), info_keys=["left"], limit=limit)
     count, ends = batch["next", "count"][..., 0], batch["next", "terminated"][..., 0]
     assert torch.equal(batch["count"][..., 0], count - 1)
     assert torch.equal(ends, count == batch["end"])
@@ -81,7 +74,7 @@ def test_what_begins_in_the_same_step(kind, limit):
 
 def test_resets_of_what_resets_itself():
     """By a mask that it takes, or of all lanes."""
-    env, policy, state = begun(lambda: SyncVectorEnv([Informed] * P, autoreset_mode=SAME_STEP), 2)
+    env, policy, state = fresh(lambda: SyncVectorEnv([Informed] * P, autoreset_mode=SAME_STEP), steps=2)
     assert (env.seeding, env.forking) == ("lane", "none")
     state = fc.reset(env, state, torch.tensor([False, True, False]))
     _, batch = fc.rollout(env, policy, state, 1)
@@ -115,12 +108,6 @@ class Plain(VectorEnv):
 
 class Silent(Plain):
     reports = False
-
-
-def test_a_mode_that_is_not_declared():
-    batch = data(Plain(), autoreset_mode="SAME_STEP", steps=(1, 7))
-    assert batch["next", "observation"][0, :, 0].tolist() == [1, 2, 3, 4, 1, 2, 3, 4]
-    assert batch["observation"][1, :, 0].tolist() == [1, 2, 3, 0, 1, 2, 3, 0]
 
 
 LATE = 5
@@ -166,18 +153,12 @@ def test_lanes_that_make_their_next_step_later(kind):
         if (made >= sum(lengths)).any():
             break  # the actions of rows beyond are not in the batch
     assert most >= 1
-    assert_same(batch.exclude(("collector", "policy_version")), data_of(kind, sum(lengths)))
+    whole = data(late, (sum(lengths),), policy=POLICIES[kind])
+    assert_same(*(each.exclude(("collector", "policy_version")) for each in (batch, whole)))
     versions = batch["collector", "policy_version"]
     assert (versions.diff(dim=1) >= 0).all()
     borders = torch.tensor(lengths).cumsum(0)[:-1]
     assert (versions[:, borders] < torch.arange(1, 5)).any()
-
-
-def data_of(kind, length):
-    env = fc.make_env(late)
-    policy = POLICIES[kind](env)
-    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), length)
-    return batch.exclude(("collector", "policy_version"))
 
 
 def test_the_exploration_is_that_of_the_rollout_that_made_a_row():
@@ -215,11 +196,7 @@ def test_random_first_frames_of_lanes_that_run_ahead():
         (lambda: fc.make_env(Plain()), ValueError, r"Plain does not say how it resets.*: pass it as autoreset_mode="),
         (lambda: data(late(), limit=14), fc.EnvError, "a reset within an episode"),
         (lambda: data(late(), max_carry=0), ValueError, "max_carry is 0"),
-        (
-            lambda: data(late(), max_carry=1, steps=(900,)),
-            fc.EnvError,
-            "lane [0-4] is 1 steps ahead.*pass more to make_env",
-        ),
+        (lambda: data(late(), max_carry=1, steps=(900,)), fc.EnvError, "lane [0-4] is 1 steps ahead.*to make_env"),
         (lambda: compact(late()), fc.EnvError, "moves all lanes together.*leave compact_obs out"),
         (lambda: fc.make_env(Plain(), autoreset_mode="same"), ValueError, "autoreset_mode must be one of|is 'same'"),
         (lambda: fc.make_env("CartPole-v1", autoreset_mode="DISABLED"), ValueError, "is for a VectorEnv.*leave it out"),
@@ -277,12 +254,8 @@ class Moded(VectorEnv):
             lanes = options["reset_mask"]
             assert lanes.any()
         elif seed is not None or not hasattr(self, "place"):
-            self.place, self.age, self.over, self.generators = (
-                np.zeros((P, 6)),
-                np.zeros(P),
-                np.zeros(P, bool),
-                [None] * P,
-            )
+            self.place, self.age = np.zeros((P, 6)), np.zeros(P)
+            self.over, self.generators = np.zeros(P, bool), [None] * P
         seeds = [None if seed is None else seed + lane for lane in range(P)] if np.ndim(seed) == 0 else seed
         for lane in np.flatnonzero(lanes):
             if self.generators[lane] is None or seeds[lane] is not None:
@@ -313,11 +286,13 @@ def test_the_mode_of_a_class_that_all_vectors_share_is_no_ones(monkeypatch):
     assert fc.make_env(Moded(DISABLED), autoreset_mode="DISABLED").seeding == "episode"
 
 
-def test_a_mode_that_is_declared_by_its_value():
+@pytest.mark.parametrize("passed", [True, False])
+def test_a_mode_that_is_passed_or_declared_by_its_value(passed):
     vector = Plain()
-    vector.metadata = {"autoreset_mode": "SameStep"}
-    batch = data(vector, steps=(7,))
-    assert batch["next", "observation"][0, :, 0].tolist() == [1, 2, 3, 4, 1, 2, 3]
+    vector.metadata = {} if passed else {"autoreset_mode": "SameStep"}
+    batch = data(vector, steps=(1, 7), **({"autoreset_mode": "SAME_STEP"} if passed else {}))
+    assert batch["next", "observation"][0, :, 0].tolist() == [1, 2, 3, 4, 1, 2, 3, 4]
+    assert batch["observation"][1, :, 0].tolist() == [1, 2, 3, 0, 1, 2, 3, 0]
     vector.metadata = {"autoreset_mode": "sometimes"}
     with pytest.raises(ValueError, match="does not say how it resets"):
         fc.make_env(vector)
@@ -329,21 +304,14 @@ def test_a_right_mode_passes_every_check(mode):
     assert {"resets", "terminal", "cuts", "policy_memory"} <= {*report.passed}
 
 
+OTHERS = "begins other episodes in the step of an end, .*expected that of SAME_STEP"
+
+
 @pytest.mark.parametrize(
     ("does", "given", "check", "says"),
     [
-        (
-            Moded(SAME_STEP),
-            "NEXT_STEP",
-            "runs",
-            "begins other episodes in the step of an end, .*expected that of SAME_STEP",
-        ),
-        (
-            Moded(SAME_STEP),
-            "DISABLED",
-            "runs",
-            "begins other episodes in the step of an end, .*expected that of SAME_STEP",
-        ),
+        (Moded(SAME_STEP), "NEXT_STEP", "runs", OTHERS),
+        (Moded(SAME_STEP), "DISABLED", "runs", OTHERS),
         (Moded(SAME_STEP, reports=False), "NEXT_STEP", "terminal", "one like those that episodes begin with"),
         (Moded(SAME_STEP, reports=False), "DISABLED", "same_seed", "the second run"),
         (Moded(SAME_STEP, reports=False), "SAME_STEP", "runs", "does not report the last observations"),

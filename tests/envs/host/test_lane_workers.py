@@ -16,9 +16,8 @@ from funcollect.envs.host.lane_workers.block import STEP
 from funcollect.errors import EnvError, ReplayError
 from funcollect.processes.child import ChildSetup
 from funcollect.processes.system import PORTABLE
-from tests.envs.conftest import begun
 from tests.support.cases import POLICIES
-from tests.support.compare import assert_same, collect
+from tests.support.compare import assert_same, collect, fresh
 from tests.support.envs.light_envs import Nested
 from tests.support.faulty.faulty_workers import INFOS, Doomed, Late, kill, pids_of
 from tests.support.misuse import Misuse, refused_then_mended, runs, table
@@ -37,23 +36,15 @@ SOURCES = {
     "one-hot": ("CartPole-v1", {"one_hot": True}),
     "a factory": (Doomed, {"info_keys": INFOS}),
     "a list of lambdas": ([lambda: Nested()] * 5, {"info_keys": ["draw"]}),
-    "an Atari game": ("ale/Pong", {"max_episode_steps": 15}),
+    "an Atari game": ("ale/Pong", {"max_episode_steps": 15, "noop_max": 3}),
     "TorchRL's": (transformed, {}),
 }
 
 
 FEW = ("a factory", "a list of lambdas")
-
-
 SPREAD = [{"num_workers": 2}, {"num_workers": 3}, {"parallel": True}]
-
-
-DATA = [*((name, SPREAD[1]) for name in SOURCES), *((name, SPREAD[place]) for name in FEW for place in (0, 2))]
-
-
+DATA = [*((name, SPREAD[name != "TorchRL's"]) for name in SOURCES), (FEW[0], SPREAD[2]), (FEW[1], SPREAD[0])]
 DATA += in_soak((name, spread) for name in SOURCES for spread in SPREAD if (name, spread) not in DATA)
-
-
 DATA = [(*each, "random") for each in DATA] + [("CartPole-v1", SPREAD[0], kind) for kind in ("torch_mlp", "jax_mlp")]
 
 
@@ -72,16 +63,19 @@ def with_and_without(env, **kwargs):
     return [fc.make_env(env, **kwargs, **spread) for spread in ({}, {"num_workers": 2})]
 
 
-@pytest.mark.parametrize(("name", "kwargs"), [("CartPole-v1", {}), ("ale/Pong", {"max_episode_steps": 4})])
+GAME = {"max_episode_steps": 4, "noop_max": 3}
+
+
+@pytest.mark.parametrize(("name", "kwargs"), [("CartPole-v1", {}), ("ale/Pong", GAME)])
 def test_limits_resets_and_finished_lanes(name, kwargs):
     """Lanes of games also end together for different reasons, and are reset once."""
     batches, evaluations = [], []
     for env in with_and_without(name, num_envs=4, **kwargs):
-        _, policy, state = begun(env, 2, seed=2)
+        _, policy, state = fresh(env, steps=2, seed=2)
         state = fc.reset(env, state, torch.tensor([True, False, False, True]))
         state, first = fc.rollout(env, policy, state, 12, max_frames_per_traj=2)
-        batches.append(torch.cat([first, fc.rollout(env, policy, state, 40)[1]], 1))
-        evaluations.append(fc.evaluate(env, policy, episodes=6, seed=4).returns.tolist())
+        batches.append(torch.cat([first, fc.rollout(env, policy, state, 20)[1]], 1))
+        evaluations.append(fc.evaluate(env, policy, episodes=5, seed=4).returns.tolist())
     assert_same(*batches)
     assert evaluations[0] == evaluations[1]
 
@@ -90,7 +84,7 @@ def test_limits_resets_and_finished_lanes(name, kwargs):
 def test_forks_and_files_continue_as_the_run_does(name, tmp_path):
     source, kwargs = SOURCES[name]
     alone = fc.make_env(source, num_envs=4, **kwargs)
-    env, policy, state = begun(source, 20, seed=5, num_envs=4, num_workers=2, **kwargs)
+    env, policy, state = fresh(source, steps=20, seed=5, num_envs=4, num_workers=2, **kwargs)
     fc.save(tmp_path / "state", state)
     fork = fc.fork(env, state)
     loaded, elsewhere = (fc.load(tmp_path / "state", each, policy) for each in (env, alone))
@@ -121,7 +115,7 @@ COLLECTORS = {
 OVER_RAY = pytest.param("Ray", marks=(*AN_EVENING_OVER_RAY, FORKS_OF_RAY))
 
 
-@pytest.mark.parametrize("kind", [*(kind for kind in COLLECTORS if kind != "Ray"), OVER_RAY])
+@pytest.mark.parametrize("kind", ["sync", "workers", *in_soak(["first come, first served", "threads"]), OVER_RAY])
 def test_collectors(kind, request):
     if kind == "Ray":
         request.getfixturevalue("ray_cluster")
@@ -143,7 +137,7 @@ class Unseeded(gymnasium.Env):
 
 
 def test_workers_do_not_share_the_states_of_global_generators():
-    *_, state = begun(Unseeded, num_envs=4, num_workers=2)
+    *_, state = fresh(Unseeded, num_envs=4, num_workers=2)
     assert all(len(column.unique()) == 4 for column in state.observation["observation",].T)
 
 
@@ -166,24 +160,16 @@ def test_ids_that_a_script_has_registered(monkeypatch):
 
     mend = r"not registered in this process .*OnlyHere.*'module:Name-v0'.*register it in the factory"
     with pytest.raises(ValueError, match=mend):
-        begun(make, num_envs=2, num_workers=2)
+        fresh(make, num_envs=2, num_workers=2)
     with pytest.raises(fc.errors.WorkerError, match=mend):
         COLLECTORS["workers"](make, policy=None, frames_per_batch=8)
-    begun("OnlyHere-v0", num_envs=2, num_workers=2)
+    fresh("OnlyHere-v0", num_envs=2, num_workers=2)
 
 
 MENDED = partial(fc.make_env, "CartPole-v1", num_envs=2, num_workers=2)
-
-
 VECTOR = partial(gymnasium.make_vec, "CartPole-v1", 2, vectorization_mode="sync")
-
-
 CARTPOLE, KIND = "CartPole-v1", "env is int … expected a Gymnasium id, an EnvSpec, a factory … pass one of these"
-
-
 OLD = "is no keyword of environments any more … leave it out"
-
-
 UNEQUAL = [CARTPOLE, "Acrobot-v1"]
 
 
@@ -234,7 +220,7 @@ def test_new_workers_of_games_get_seeds():
     env = fc.make_env("ale/Pong", num_envs=2, num_workers=2, max_episode_steps=6)
     batches = []
     for _ in range(2):
-        _, policy, state = begun(env, 3)
+        _, policy, state = fresh(env, steps=3)
         kill(state, 1)
         with pytest.raises(EnvError, match=r"lane 1 \(worker 1\)"):
             fc.fork(env, state)
@@ -246,7 +232,7 @@ def test_new_workers_of_games_get_seeds():
 
 def test_workers_on_other_processors_are_woken_first(monkeypatch):
     """A worker takes its processor as soon as it is woken; on that of the caller, it would keep the others waiting."""
-    *_, state = begun("CartPole-v1", num_envs=4, num_workers=4)
+    *_, state = fresh("CartPole-v1", num_envs=4, num_workers=4)
     processes, rung = state.env_state.simulation.simulators, []
     assert len({*processes.cpus}) == min(4, len(os.sched_getaffinity(0)))
     monkeypatch.setattr(processes, "cpus", [0, 1, 2, 3])
@@ -292,7 +278,8 @@ class Stats:
 
 def test_games_that_cannot_be_saved_can_be_forked_and_errors_leave_workers_alive(tmp_path):
     game = partial(gymnasium.make, "ale_py:ALE/Pong-v5", render_mode="rgb_array")
-    env, policy, state = begun(lambda: Holds(game()), 140, num_envs=2, num_workers=2)  # from 128 on there is a snapshot
+    # From 128 steps on there is a snapshot.
+    env, policy, state = fresh(lambda: Holds(game()), steps=140, num_envs=2, num_workers=2)
     pids, fork = pids_of(state), fc.fork(env, state)
     with pytest.raises(ReplayError, match=r"'stats'\] is <.*Stats object"):
         fc.save(tmp_path / "state", state)
@@ -319,10 +306,14 @@ class Paying(gymnasium.Wrapper):
 BAD_REWARDS = [10**400, torch.ones((), requires_grad=True), object(), [1.0, 2.0], "bad"]
 
 
-@pytest.mark.parametrize("how", [{}, {"num_workers": 1}], ids=["here", "worker"])
-@pytest.mark.parametrize(("number", "finished"), [*((number, False) for number in range(5)), (0, True), (4, True)])
-def test_a_reward_that_is_no_number_or_too_large_names_its_lane(number, finished, how):
-    env = fc.make_env([partial(Paying, 1.0, finished), partial(Paying, BAD_REWARDS[number])], **how)
+PAID = [*((number, False, 0) for number in range(5)), (0, True, 0), (0, False, 1), (1, False, 1), (4, True, 1)]
+PAID += in_soak([(2, False, 1), (3, False, 1), (4, False, 1), (0, True, 1), (4, True, 0)])
+
+
+@pytest.mark.parametrize(("number", "finished", "workers"), PAID)
+def test_a_reward_that_is_no_number_or_too_large_names_its_lane(number, finished, workers):
+    lanes = [partial(Paying, 1.0, finished), partial(Paying, BAD_REWARDS[number])]
+    env = fc.make_env(lanes, num_workers=workers)
     kwargs = {"frames_per_batch": 8, "reset_when_done": not finished}
     says = "lane 1: step returned the reward .*, expected a number: return a float"
     with fc.SyncDataCollector(env, **kwargs) as collector, pytest.raises(EnvError, match=says):

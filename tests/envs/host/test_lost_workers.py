@@ -21,11 +21,10 @@ import funcollect as fc
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.errors import EnvError
 from funcollect.processes.pool import FailurePolicy
-from tests.envs.conftest import begun
-from tests.support.compare import assert_same
+from tests.support.compare import assert_same, fresh
 from tests.support.envs.light_envs import Nested
 from tests.support.faulty.faulty_workers import INFOS, Doomed, Late, check_lanes, kill, pids_of
-from tests.support.running import scaled
+from tests.support.running import in_soak, scaled
 from tests.support.workers import gone, held, wait_until
 
 DEEDS = {
@@ -46,12 +45,12 @@ def doomed(folder, deed, lane, step, wait="all"):
 
 
 LOSSES = [*((deed, 9, "all") for deed in DEEDS), ("hang", 4, "all")]  # also in the last step
-LOSSES += [(deed, 9, "any") for deed in ("die", "raise", "hang")]
+LOSSES += [("raise", 9, "any"), *in_soak([("die", 9, "any"), ("hang", 9, "any")])]
 
 
 @pytest.mark.parametrize(("deed", "length", "wait"), LOSSES)
 def test_a_lost_worker_is_reported_with_its_lanes_and_a_recovery_goes_on(deed, length, wait, tmp_path):
-    env, policy, state = begun(doomed(tmp_path, deed, 3, 4, wait))
+    env, policy, state = fresh(doomed(tmp_path, deed, 3, 4, wait))
     with pytest.raises(EnvError, match=rf"{DEEDS[deed]}.*funcollect.recover\(env, state\)") as caught:
         fc.rollout(env, policy, state, length)
     assert re.match(r"lane 3: step|lanes 2 to 3 \(worker 1\)", str(caught.value))
@@ -87,9 +86,9 @@ def test_nothing_is_left_behind(how):
     def cycle():
         if how == "broken off":
             with pytest.raises(RuntimeError, match="no such car"):
-                begun(env)
+                fresh(env)
             return
-        *_, state = begun(env, 5)
+        *_, state = fresh(env, steps=5)
         pids = pids_of(state)
         if how == "killed":
             kill(state, 0)
@@ -101,7 +100,7 @@ def test_nothing_is_left_behind(how):
 
     cycle()
     before = held()
-    for _ in range(scaled(3)):
+    for _ in range(scaled(2)):
         cycle()
     assert held() == before
 
@@ -138,11 +137,11 @@ def test_a_script_needs_no_main_guard_and_leaves_nothing(tmp_path):
 
 @pytest.mark.parametrize("wait", ["all", "any"])
 def test_rollouts_that_are_interrupted_at_any_moment_are_followed_by_new_episodes(wait):
-    env, policy, state = begun(Nested, num_envs=4, num_workers=2, wait=wait)
+    env, policy, state = fresh(Nested, num_envs=4, num_workers=2, wait=wait)
     moments, pids = random.Random(1), pids_of(state)
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        for _ in range(scaled(15)):
+        for _ in range(scaled(8)):
             batches = []
             signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.0005, 0.02))
             with contextlib.suppress(KeyboardInterrupt):
@@ -165,15 +164,13 @@ def test_rollouts_that_are_interrupted_at_any_moment_are_followed_by_new_episode
         fc.close(state)
 
 
-@pytest.mark.parametrize("moment", ["submit", "wait"])
-def test_a_run_goes_on_after_a_fork_that_was_interrupted(moment, monkeypatch):
-    env = fc.make_env("ale/Pong", num_envs=2, num_workers=2)
-    batches = []
-    for interrupted in (False, True):
-        _, policy, state = begun(env, 3)
-        with monkeypatch.context() as patch:
-            patch.setattr(WorkerLanes, moment, ctrl_c)
-            for _ in range(interrupted):
+def test_a_run_goes_on_after_a_fork_that_was_interrupted(monkeypatch):
+    env, batches = fc.make_env("ale/Pong", num_envs=2, num_workers=2, noop_max=3), []
+    for moment in (None, "submit", "wait"):
+        _, policy, state = fresh(env, steps=3)
+        if moment is not None:
+            with monkeypatch.context() as patch:
+                patch.setattr(WorkerLanes, moment, ctrl_c)
                 with pytest.raises(KeyboardInterrupt):
                     fc.fork(env, state)
         for each in (state, fc.fork(env, state)):
@@ -189,7 +186,7 @@ def ctrl_c(*_):
 
 
 def test_a_hang_is_told_again_by_the_rollout_after_a_fork(monkeypatch):
-    env, policy, state = begun("ale/Pong", num_envs=2, num_workers=2)
+    env, policy, state = fresh("ale/Pong", num_envs=2, num_workers=2)
     processes = state.env_state.simulation.simulators
     os.kill(pids_of(state)[0], signal.SIGSTOP)
     with monkeypatch.context() as patch:
@@ -202,7 +199,7 @@ def test_a_hang_is_told_again_by_the_rollout_after_a_fork(monkeypatch):
 
 
 def test_infos_that_an_interrupt_left_unread_are_dropped(monkeypatch):
-    env, policy, state = begun(Late, 3, num_envs=1, num_workers=1, info_keys=INFOS)
+    env, policy, state = fresh(Late, steps=3, num_envs=1, num_workers=1, info_keys=INFOS)
     with monkeypatch.context() as patch:
         patch.setattr(WorkerLanes, "_infos", ctrl_c)
         with pytest.raises(KeyboardInterrupt):
@@ -221,7 +218,7 @@ class NeverAgain(Late):
 
 
 def test_a_reset_ahead_that_fails_is_reported_beside_large_infos():
-    env, policy, state = begun(NeverAgain, num_envs=2, num_workers=1, info_keys=INFOS)
+    env, policy, state = fresh(NeverAgain, num_envs=2, num_workers=1, info_keys=INFOS)
     with pytest.raises(EnvError, match=r"lane 0: reset\(seed=\d+\) raised.*sold"):
         fc.rollout(env, policy, state, 9)
     fc.close(state)
@@ -251,8 +248,8 @@ def test_every_environment_is_closed_however_busy_the_processors_are(tmp_path):
     cpus = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cpus)})
     try:
-        for number in range(1, scaled(5) + 1):
-            *_, state = begun(partial(Closed, tmp_path, os.getpid()), num_envs=4, num_workers=4)
+        for number in range(1, scaled(2) + 1):
+            *_, state = fresh(partial(Closed, tmp_path, os.getpid()), num_envs=4, num_workers=4)
             fc.close(state)
             assert len([*tmp_path.iterdir()]) == 4 * number
     finally:
@@ -260,10 +257,10 @@ def test_every_environment_is_closed_however_busy_the_processors_are(tmp_path):
 
 
 def test_a_close_that_takes_too_long_is_told(tmp_path):
-    *_, state = begun(partial(Closed, tmp_path, os.getpid(), 1.2), num_envs=2, num_workers=2)
+    *_, state = fresh(partial(Closed, tmp_path, os.getpid(), 1.2), num_envs=2, num_workers=2)
     fc.close(state)
     assert len([*tmp_path.iterdir()]) == 2
-    *_, state = begun(partial(Closed, tmp_path, os.getpid(), 1e3), num_envs=1, num_workers=1, timeout=0.5)
+    *_, state = fresh(partial(Closed, tmp_path, os.getpid(), 1e3), num_envs=1, num_workers=1, timeout=0.5)
     with pytest.warns(RuntimeWarning, match=r"lane 0 \(worker 0\): close\(\) has not returned in 0.5 s"):
         fc.close(state)
 
@@ -279,11 +276,11 @@ class Dead(Nested):
 @pytest.mark.parametrize("deed", ["die", "exit"])
 def test_a_worker_that_ends_as_it_makes_its_environments_is_named(deed):
     with pytest.raises(EnvError, match=rf"lane 1 \(worker 1\): its process {DEEDS[deed]}.*as it made its environments"):
-        begun([Nested, partial(Dead, deed, os.getpid())], num_workers=2)
+        fresh([Nested, partial(Dead, deed, os.getpid())], num_workers=2)
 
 
 def test_a_forked_process_does_not_use_its_parents_workers():
-    env, policy, state = begun(Nested, num_envs=2, num_workers=2)
+    env, policy, state = fresh(Nested, num_envs=2, num_workers=2)
     meanwhile, gone_on = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -13,9 +13,8 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.errors import PolicyError
-from tests.envs.conftest import begun
 from tests.support.cases import POLICIES
-from tests.support.compare import assert_same, collect
+from tests.support.compare import assert_same, collect, fresh
 from tests.support.running import scaled
 
 LANES = 6
@@ -55,7 +54,7 @@ KINDS = ["random", "torch_mlp", "torch_recurrent", "jax_mlp", "jax_recurrent"]
 REQUESTS = [{}, {"max_frames_per_traj": 5}]
 
 
-@pytest.mark.parametrize("place", range(scaled(7)))
+@pytest.mark.parametrize("place", range(scaled(5)))
 def test_the_data_are_those_of_lanes_in_step(place):
     kind, request = KINDS[place % len(KINDS)], REQUESTS[place % len(REQUESTS)]
     ends = []
@@ -89,7 +88,7 @@ def test_environments(name, more):
 def test_forks_files_evaluations_and_collectors(tmp_path):
     scores, frames = [], []
     for env in both():
-        _, policy, state = begun(env, 9, seed=3)
+        _, policy, state = fresh(env, steps=9, seed=3)
         fc.save(tmp_path / "state", state)
         fork, loaded = fc.fork(env, state), fc.load(tmp_path / "state", env, policy)
         _, batch = fc.rollout(env, policy, state, 9)

@@ -25,9 +25,9 @@ from funcollect import envs
 from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
 from funcollect.errors import EnvError
 from funcollect.specs import disassemble
-from tests.envs.conftest import begun
-from tests.support.compare import assert_same, collect
+from tests.support.compare import assert_same, collect, fresh
 from tests.support.envs.jax_suites import functions_suite, reset, step
+from tests.support.running import once
 
 IDS = {
     "gymnax": ("gymnax/CartPole-v1", "gymnax/cartpol-v1", "'CartPole-v1'"),
@@ -265,20 +265,22 @@ def test_one_hot_actions_are_the_same_actions():
 def test_info_is_recorded_by_name():
     batch = rollout(functions_suite().env)
     assert (batch["next", "info", "far"] == -batch["next", "reward"][..., 0]).all()
-    assert "info" not in rollout(functions_suite(info_keys=()).env)["next"]
+    assert delivered(functions_suite(info_keys=()).env)[1].info == {}
     nested = lambda *given: (*step(*given)[:5], {"sums": {"x": jnp.ones(2)}, "sums.y": 3})  # noqa: E731
     named = {"observation_space": (own := functions_suite().env).observation_space, "info_keys": ["sums.x", "sums.y"]}
     env = envs.from_functions(reset, nested, action_space=own.action_space, num_envs=2, **named)
-    infos = rollout(env)["next", "info"]
+    infos = rollout(env, 9)["next", "info"]
     assert (infos["sums.x"].unique().tolist(), infos["sums.y"].unique().tolist()) == ([1], [3])
     with pytest.raises(ValueError, match=r"gymnax/CartPole-v1 has no info \['discounts'\], expected .*'discount'"):
-        rollout(fc.make_env("gymnax/CartPole-v1", info_keys=["discounts"]))
+        delivered(fc.make_env("gymnax/CartPole-v1", info_keys=["discounts"]))
 
 
 def test_functional_takes_params():
-    params = CartPoleParams(force_mag=100.0)
-    strong, usual = (rollout(envs.from_functional(CartPoleFunctional(), *each), 1) for each in ((params,), ()))
-    assert strong["next", "observation"][0, 1].abs() > 5 * usual["next", "observation"][0, 1].abs()
+    def speed(*params):
+        env, key = envs.from_functional(CartPoleFunctional(), *params), jnp.array([3, 4], jnp.uint32)
+        return abs(env.step(key, env.reset(key, None)[0], 0, None).observation[1])
+
+    assert speed(CartPoleParams(force_mag=100.0)) > 5 * speed()
 
 
 def test_with_64_bits_an_observation_may_be_wider_than_its_space():
@@ -288,7 +290,7 @@ def test_with_64_bits_an_observation_may_be_wider_than_its_space():
     with jax.enable_x64(True):
         both = {"observation_space": spaces.Box(-np.inf, np.inf, (2,)), "action_space": spaces.Discrete(2)}
         env = envs.from_functions(lambda key, params: (jnp.zeros(2), jnp.zeros(2)), step, **both, num_envs=2)
-        env, policy, state = begun(env)
+        env, policy, state = fresh(env)
         state, batch = fc.rollout(env, policy, state, 3)
     assert state.env_state.current.dtype == np.float64
     assert batch["observation"].dtype == batch["next", "reward"].dtype == torch.float32
@@ -373,8 +375,7 @@ def over_an_attribute():
     return env, lambda: setattr(env, "bonus", 9.0)
 
 
-@pytest.mark.parametrize("make", [over_an_attribute, over_a_variable])
-@pytest.mark.parametrize("compiler", ["xla", "eager"])
+@pytest.mark.parametrize(("make", "compiler"), once([over_an_attribute, over_a_variable], ["xla", "eager"]))
 def test_what_a_compiled_function_reads_may_not_be_set(make, compiler):
     env, change = make()
     policy = fc.torch_policy(torch.nn.Linear(1, 2), head=fc.heads.categorical, compile=compiler)

@@ -91,16 +91,20 @@ class OldWalk:
         return gymnax.environments.spaces.Box(-8, 8, (1,), jnp.float32)
 
 
-def old_gymnax_suite():
-    raw = OldWalk()
+def _like_gymnax(env, raw, params, ends_of, start=None, **options):
+    """Suites with gymnax's functions; `ends_of` returns terminated and truncated of a state, given its `done`."""
 
     def step(key, state, action):
-        observation, state, reward, done, _ = raw.step_env(key, state, action, raw.default_params)
-        terminated = abs(state.position) > 3
-        return state, observation, reward, terminated, done & (state.time >= 6)
+        observation, state, reward, done, _ = raw.step_env(key, state, action, params)
+        return state, observation, reward, *ends_of(state, done)
 
+    return Suite(env, start or (lambda key: raw.reset_env(key, params)[::-1]), step, **options)
+
+
+def old_gymnax_suite():
+    raw = OldWalk()
     env = fc.envs.from_gymnax(raw, num_envs=LANES, info_keys=["discount"])
-    return Suite(env, lambda key: raw.reset_env(key, raw.default_params)[::-1], step)
+    return _like_gymnax(env, raw, raw.default_params, lambda at, done: (abs(at.position) > 3, done & (at.time >= 6)))
 
 
 @struct.dataclass
@@ -142,12 +146,9 @@ class LaterWalk(gymnax.environments.environment.Environment):
 
 def later_gymnax_suite():
     raw = LaterWalk()
-
-    def step(key, state, action):
-        observation, state, reward, _, _ = raw.step_env(key, state, action, raw.default_params)
-        return state, observation, reward, abs(state.position) > 3, state.timestep >= 6
-
-    return Suite(fc.make_env(raw, num_envs=LANES), lambda key: raw.reset_env(key, raw.default_params, None)[::-1], step)
+    env, params = fc.make_env(raw, num_envs=LANES), raw.default_params
+    start = lambda key: raw.reset_env(key, params, None)[::-1]  # noqa: E731
+    return _like_gymnax(env, raw, params, lambda at, _: (abs(at.position) > 3, at.timestep >= 6), start)
 
 
 def craftax_suite():
@@ -155,27 +156,27 @@ def craftax_suite():
 
     raw = make_craftax_env_from_name("Craftax-Classic-Symbolic-v1", auto_reset=False)
     params = raw.default_params.replace(max_timesteps=11)
+    env = fc.envs.from_craftax("Craftax-Classic-Symbolic-v1", params, num_envs=LANES, info_keys=["discount"])
+    ends_of = lambda at, done: (at.player_health <= 0, done & (at.timestep >= 11))  # noqa: E731
+    return _like_gymnax(env, raw, params, ends_of, ends=("truncated",))
+
+
+def _whole(env, start, move, ends_of, seen="observation", **options):
+    """Suites whose reset and step give one state, or time step, with everything in it."""
+
+    def begin(key):
+        state = start(key)
+        return state, getattr(state, seen)
 
     def step(key, state, action):
-        observation, state, reward, done, _ = raw.step_env(key, state, action, params)
-        return state, observation, reward, state.player_health <= 0, done & (state.timestep >= 11)
+        state = move(state, action)
+        return state, getattr(state, seen), state.reward, *ends_of(state)
 
-    env = fc.envs.from_craftax("Craftax-Classic-Symbolic-v1", params, num_envs=LANES, info_keys=["discount"])
-    return Suite(env, lambda key: raw.reset_env(key, params)[::-1], step, ends=("truncated",))
+    return Suite(env, begin, step, **options)
 
 
 def _states(raw, env, limit, ends):
-    """Suites whose reset and step give one state with everything in it."""
-
-    def start(key):
-        state = raw.reset(key)
-        return state, state.obs
-
-    def step(key, state, action):
-        state = raw.step(state, action)
-        return state, state.obs, state.reward, state.done == 1.0, False
-
-    return Suite(env, start, step, limit, ends)
+    return _whole(env, raw.reset, raw.step, lambda at: (at.done == 1.0, False), "obs", limit=limit, ends=ends)
 
 
 def brax_suite():
@@ -251,32 +252,16 @@ def pgx_one_player_suite():
 
 
 def navix_suite():
-    raw = navix.make("Navix-Empty-Random-5x5-v0", max_steps=15)
-
-    def start(key):
-        timestep = raw.reset(key)
-        return timestep, timestep.observation
-
-    def step(key, timestep, action):
-        timestep = raw.step(timestep, action)
-        return timestep, timestep.observation, timestep.reward, timestep.is_termination(), timestep.is_truncation()
-
-    return Suite(fc.make_env("navix/Navix-Empty-Random-5x5-v0", num_envs=LANES, max_steps=15), start, step)
+    name, kwargs = "Navix-Empty-Random-5x5-v0", {"max_steps": 15}
+    raw, env = navix.make(name, **kwargs), fc.make_env(f"navix/{name}", num_envs=LANES, **kwargs)
+    return _whole(env, raw.reset, raw.step, lambda at: (at.is_termination(), at.is_truncation()))
 
 
 def xminigrid_suite():
-    raw, params = xminigrid.make("MiniGrid-EmptyRandom-5x5", max_steps=15)
-
-    def start(key):
-        timestep = raw.reset(params, key)
-        return timestep, timestep.observation
-
-    def step(key, timestep, action):
-        timestep = raw.step(params, timestep, action)
-        over, terminated = timestep.last(), timestep.discount == 0.0
-        return timestep, timestep.observation, timestep.reward, terminated, over & ~terminated
-
-    return Suite(fc.make_env("xminigrid/MiniGrid-EmptyRandom-5x5", num_envs=LANES, max_steps=15), start, step)
+    name, kwargs = "MiniGrid-EmptyRandom-5x5", {"max_steps": 15}
+    (raw, params), env = xminigrid.make(name, **kwargs), fc.make_env(f"xminigrid/{name}", num_envs=LANES, **kwargs)
+    ends_of = lambda at: (at.discount == 0.0, at.last() & (at.discount != 0.0))  # noqa: E731
+    return _whole(env, functools.partial(raw.reset, params), functools.partial(raw.step, params), ends_of)
 
 
 def functional_suite():

@@ -153,6 +153,11 @@ class LaneBlock(SimpleNamespace):
         """Seeds, as the arrays hold them."""
         return [NO_SEED if seed is None else seed for seed in seeds]
 
+    @staticmethod
+    def given(numbers: Array) -> list[int | None]:
+        """Seeds, from what the arrays hold."""
+        return [None if number == NO_SEED else number for number in numbers.tolist()]
+
 
 class Bell:
     """A counter for which a process waits, an eventfd or a pipe: what others wrote before they rang is visible then."""

@@ -13,12 +13,7 @@ from typing import Any
 from typing_extensions import override
 
 from funcollect.envs.host.host_env import ONWARD, SimulatedEnv
-from funcollect.envs.host.lane_workers.block import (
-    NO_RESTART,
-    Array,
-    Bell,
-    LaneBlock,
-)
+from funcollect.envs.host.lane_workers.block import NO_RESTART, Array, Bell, LaneBlock
 from funcollect.envs.host.lane_workers.worker_process import LaneJob
 from funcollect.errors import ClosedError, EnvError, NotCalledError
 from funcollect.processes.failures import Failure, UnsentResultError

@@ -15,15 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.envs.host.host_env import Camera, SimulatedEnv, bad_info
-from funcollect.envs.host.lane_workers.block import (
-    NO_RESTART,
-    RESET,
-    STEP,
-    STEP_APART,
-    STEP_CHOSEN,
-    Array,
-    LaneBlock,
-)
+from funcollect.envs.host.lane_workers.block import NO_RESTART, RESET, STEP, STEP_APART, STEP_CHOSEN, Array, LaneBlock
 from funcollect.envs.host.lane_workers.lane_pool import LanePool
 from funcollect.envs.host.lane_workers.worker_process import Applied, Snapshot
 from funcollect.processes.failures import sending
@@ -43,15 +35,14 @@ class WorkerLanes(LanePool):
 
     def __init__(self, env: SimulatedEnv) -> None:
         assert env.workers is not None
+        super().__init__(env)
         num_envs, self._info_keys = env.num_envs or 1, env.info_keys
-        shares = env.workers.shares(num_envs)
-        self._worker_of = [index for index, lanes in enumerate(shares) for _ in lanes]
-        self._every = _Target(range(num_envs), slice(num_envs), range(len(shares)))
+        self._worker_of = [index for index, lanes in enumerate(self._shares) for _ in lanes]
+        self._every = _Target(range(num_envs), slice(num_envs), range(len(self._shares)))
         self._restarted: dict[int, int] = {}  # by lane that has begun its next episode already: the seed
         self._target = self._every  # of the last `send`
         self._under_way: set[int] = set()  # workers of `send_some`
         self.least_ready, self.most_ahead, self.busy = env.workers.least_ready, 0, frozenset[int]()
-        super().__init__(env)
 
     @override
     def renew(self) -> bool:

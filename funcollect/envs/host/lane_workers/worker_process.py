@@ -12,21 +12,11 @@ from typing import Any, NamedTuple, cast
 
 import cloudpickle
 import numpy as np
-import numpy.typing as npt
 from typing_extensions import override
 
 from funcollect.envs.host import host_env
 from funcollect.envs.host.host_env import SimulatedEnv, check_outcome
-from funcollect.envs.host.lane_workers.block import (
-    INFO_BYTES,
-    NO_RESTART,
-    NO_SEED,
-    RESET,
-    STEP,
-    STEP_APART,
-    Bell,
-    LaneBlock,
-)
+from funcollect.envs.host.lane_workers.block import INFO_BYTES, NO_RESTART, RESET, STEP, STEP_APART, Bell, LaneBlock
 from funcollect.processes.channel import Channel
 from funcollect.processes.failures import Failure, UnsentResultError, check_sendable, sending
 from funcollect.processes.memory import MemoryLayout, mapped
@@ -122,7 +112,7 @@ class ServedLanes(Served):
                 own = block.chosen[self._rows].nonzero()[0]
                 rows = own + self._lanes.start
                 if order == RESET:
-                    self._simulators.reset(own.tolist(), _seeds(block.seeds[rows]))
+                    self._simulators.reset(own.tolist(), LaneBlock.given(block.seeds[rows]))
                 else:
                     self._step(own.tolist(), rows.tolist(), rows, restarts=order == STEP_APART)
         except BaseException as error:
@@ -152,7 +142,7 @@ class ServedLanes(Served):
         again, seeds = ended[seeds != NO_RESTART], seeds[seeds != NO_RESTART]
         for path, ends in block.ends.items():
             ends[again] = block.observation[path][again]
-        self._simulators.reset((again - self._lanes.start).tolist(), _seeds(seeds))
+        self._simulators.reset((again - self._lanes.start).tolist(), LaneBlock.given(seeds))
 
     def _inform(self, infos: Sequence[Any]) -> None:
         """Pass on a step's infos, an array for each key, in the block if they fit; EnvError if they are no numbers."""
@@ -233,7 +223,3 @@ class ServedLanes(Served):
         sys.stderr.flush()
 
     shut = close  # a call of this name closes them, and the process stays until it is ended
-
-
-def _seeds(seeds: npt.NDArray[np.int64]) -> list[int | None]:
-    return [None if seed == NO_SEED else seed for seed in seeds.tolist()]
