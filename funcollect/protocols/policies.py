@@ -163,7 +163,10 @@ _POLICIES: weakref.WeakSet[type] = weakref.WeakSet()
 def follows(protocol: Any, value: Any, known: weakref.WeakSet[type]) -> bool:
     """Whether a value has all members of a protocol. Its class is then `known`, since the test reads every member."""
     if type(value) not in known:
-        if isinstance(value, type) or not isinstance(value, protocol):
+        try:
+            if isinstance(value, type) or not isinstance(value, protocol):
+                return False
+        except Exception:  # from one of its attributes, as in a batch of environments that is not open yet
             return False
         known.add(type(value))
     return True

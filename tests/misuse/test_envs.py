@@ -68,6 +68,13 @@ def second_state(made_again):
         runs(env, state=state)  # the first one goes on
 
 
+class Raising:
+    """Like a batch of environments that is not open yet, whose attributes cannot be read."""
+
+    def __getattr__(self, name):
+        return getattr(self, name)
+
+
 def keyed(*names, space=None):
     box = Rigged.observation_space if space is None else space
     return Rigged(space=spaces.Dict(dict.fromkeys(names, box)), good=dict.fromkeys(names, Rigged().good))
@@ -97,6 +104,8 @@ BASE = "sets: call super().__init__(**kwargs)"
     ("nothing", lambda: make(lambda: None), TypeError, "factory returned NoneType … expected an Env … return the"),
     ("nothing later", lambda: runs(make([gym, lambda: None])), TypeError, "lane 1 … NoneType … expected … return"),
     ("wrapped twice", shared_behind_wrappers, ValueError, "lane 1 … backs a lane already … build a new one at each"),
+    ("not open", lambda: fc.init(Raising(), fc.random_policy(good()), seed=0), TypeError, "env is Raising … make_env"),
+    ("not open, sampled", lambda: fc.random_policy(Raising()), TypeError, "Raising … make_env"),
     ("a number", lambda: make(3), TypeError, "env is int … expected a Gymnasium id … or a list"),
     ("a second state", lambda: second_state(False), InUseError, BUILT),
     ("a second Env", lambda: second_state(True), InUseError, BUILT),

@@ -12,7 +12,6 @@ import torch
 import funcollect as fc
 from funcollect.core.api import run
 from funcollect.core.request import Request
-from funcollect.protocols import is_env
 
 
 def leaves(batch):
@@ -68,7 +67,7 @@ def digest(batch):
 
 def fresh(env, policy=None, *, seed=0, steps=0, **options):
     """An environment, or what `make_env` takes, a random policy unless one is given, and a state after some steps."""
-    env = env if is_env(env) else fc.make_env(env, **options)
+    env = fc.make_env(env, **options)
     policy = fc.random_policy(env) if policy is None else policy
     state = fc.init(env, policy, seed=seed)
     return env, policy, fc.rollout(env, policy, state, steps)[0] if steps else state

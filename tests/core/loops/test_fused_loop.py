@@ -253,7 +253,7 @@ SHAPES = [(3,), (3, 2), (3, 1, 5), (0,), (3, 0), ()]
 def rows_to_pack(length):
     random, kinds = np.random.default_rng(0), [(name, shape) for name in DTYPES for shape in SHAPES]
     return [
-        {(name, str(shape)): jnp.asarray(random.integers(0, 2, shape)).astype(name) for name, shape in kinds}
+        {(name, str(shape)): jnp.asarray(random.integers(0, 2, shape).astype(jnp.dtype(name))) for name, shape in kinds}
         for _ in range(length)
     ]
 
@@ -264,7 +264,7 @@ def test_every_leaf_comes_back(length, large, monkeypatch):
     monkeypatch.setattr(columns, "_LARGE", large)
     rows = rows_to_pack(length)
     layout = PackedRows(rows[0])
-    packed = layout.zeros(length)
+    packed = jax.jit(lambda: layout.zeros(length))()
     for t, row in enumerate(rows):
         packed = jax.jit(lambda packed, row, t: write_row(packed, layout.pack(row), t))(packed, row, t)
     shared = {"int8", "int16", "int32", "complex64"} if large else set()
