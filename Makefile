@@ -18,7 +18,7 @@ TESTS = PYTHON=$(BIN)/python .ci/tests.sh
 PARTS := $(addprefix tests-,ray others core policies envs contracts docs exact portable)
 IN_PARALLEL = $(MAKE) --no-print-directory --jobs=5 --output-sync=target
 # The longest first, but notebooks and Ray, which leave a core idle at times, do not come last.
-ALL := tests-others tests-ray tests-notebooks tests-policies tests-core lint tests-contracts tests-envs tests-docs \
+ALL := tests-policies tests-core tests-envs tests-others tests-ray tests-notebooks lint tests-docs tests-contracts \
 	tests-exact docs
 
 .PHONY: demo test test-all test-newest test-oldest test-gpu-machine $(PARTS) tests-notebooks soak lint docs docs-serve \
