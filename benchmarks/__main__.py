@@ -22,6 +22,7 @@ NAMES = (
     "collect",
     "step",
     "suites",
+    "agents",
     "vector",
     "uneven",
     "torchrl",

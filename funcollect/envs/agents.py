@@ -82,8 +82,10 @@ def stacked(space: Space, rows: Sequence[Any]) -> Any:
     if isinstance(space, spaces.Dict):
         parts = space.spaces.items()
         return {key: stacked(child, [None if row is None else row[key] for row in rows]) for key, child in parts}
-    empty = np.zeros(space.shape or (), space.dtype)
-    return np.stack([empty if row is None else np.asarray(row, space.dtype) for row in rows])
+    if any(row is None for row in rows):
+        empty = np.zeros(space.shape or (), space.dtype)
+        rows = [empty if row is None else row for row in rows]
+    return np.array(rows, space.dtype)
 
 
 def by_group(groups: Mapping[str, Group], values: Mapping[str, Any], stack: Callable[[Any], Any]) -> dict[str, Any]:

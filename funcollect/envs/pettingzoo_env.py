@@ -123,6 +123,8 @@ class _Around(gymnasium.Env[Any, Any]):
 
     def _ends(self, terminations: Mapping[str, bool], truncations: Mapping[str, bool]) -> tuple[bool, bool]:
         """Note who has left; return whether the lane terminates, and whether it is truncated."""
+        if self.inner.agents and not any(terminations.values()) and not any(truncations.values()):
+            return False, False
         left = [[flags.get(each, False) for each in self._names] for flags in (terminations, truncations)]
         self._over = self._over | np.array(left, bool)
         how: Any = np.any if self._any_ends else np.all
@@ -152,18 +154,19 @@ class Lane(_Around):
 
     @override
     def _observed(self, observation: Any = None) -> dict[str, Any]:
-        present, whole = set(self.inner.agents), {}
-        parts = np.split(self._over[..., None], np.cumsum([group.n for group in self._groups.values()])[:-1], 1)
-        for (name, group), (terminated, truncated) in zip(self._groups.items(), parts, strict=True):
+        self._present, first, whole = set(self.inner.agents), 0, {}
+        for name, group in self._groups.items():
             rows = agents.stacked(group.observation_space, [observation.get(each) for each in group.names])
-            mask = np.array([each in present for each in group.names])
+            mask = np.array([each in self._present for each in group.names])
+            terminated, truncated = self._over[:, first : first + group.n, None]
             whole[name] = {"observation": rows, "terminated": terminated, "truncated": truncated, PRESENT: mask}
+            first += group.n
         return whole | ({STATE: self.inner.state()} if self._state else {})
 
     @override
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        present, own = set(self.inner.agents), agents.by_agent(self._groups, action)
-        actions = {each: row for each, row in own.items() if each in present}
+        own = agents.by_agent(self._groups, action)
+        actions = {each: row for each, row in own.items() if each in self._present}
         observation, reward, terminated, truncated, info = self.inner.step(actions)
         infos: dict[str, Any] = {}
         for name, group in self._groups.items():
