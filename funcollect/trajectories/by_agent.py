@@ -21,7 +21,7 @@ def agents_as_rows(batch: TensorDictBase, group: str) -> TensorDict:
     with the group's own rewards and flags. So `gae`, `MultiStep`, `split_trajectories`, `episode_stats`, buffers and
     `evaluate_actions` with the policy of the group take it. An agent that has left stays finished: ``done`` is True at
     the root from then on, and such frames count for nothing. One that is there when the episode of its lane ends is
-    truncated. Trajectory ids and lanes are told apart by agent; what all share, such as ``state``, is repeated.
+    truncated. Each agent has trajectory ids and a lane of its own; what all share, such as ``state``, is repeated.
 
     Leaves are views but for these. Raises ValueError for a batch without that group.
 
