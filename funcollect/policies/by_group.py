@@ -260,16 +260,10 @@ class GroupPolicy(PolicyBase):
     def parts(self, spec: GroupedSpec) -> dict[str, _Part]:
         """What the policy of each group sees of an environment, in the order in which actions are joined."""
         noises, places = self._noises(spec), self.places(spec)
+        agents = {name: 0 if name in self.together else group.n for name, group in spec.groups.items()}
         return {
-            name: _Part(
-                name,
-                self.policies[name],
-                self.spec_of(name, spec),
-                0 if name in self.together else group.n,
-                noises[name],
-                places.get(name, []),
-            )
-            for name, group in spec.groups.items()
+            name: _Part(name, self.policies[name], self.spec_of(name, spec), n, noises[name], places.get(name, []))
+            for name, n in agents.items()
         }
 
 
