@@ -166,8 +166,8 @@ def follows(protocol: Any, value: Any, known: weakref.WeakSet[type]) -> bool:
         try:
             if isinstance(value, type) or not isinstance(value, protocol):
                 return False
-        except Exception:  # from one of its attributes, as in a batch of environments that is not open yet
-            return False
+        except RecursionError:  # of an attribute, as of a TorchRL batch of environments that is not open
+            return False  # any other error says what is wrong with an environment or a policy
         known.add(type(value))
     return True
 
