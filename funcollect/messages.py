@@ -26,14 +26,14 @@ def clipped(text: str, length: int = 80) -> str:
     return f"{(whole[0] if whole else text[:length]).rstrip()} …"
 
 
-def kinds(value: Any) -> str:
+def dtypes_and_shapes(value: Any) -> str:
     """The dtypes and shapes of the arrays in nested mappings and sequences: ``{position: float32 [8, 2]}``."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {kinds(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {dtypes_and_shapes(each)}' for key, each in value.items())}}}"
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(kinds, value))})"
+        return f"({', '.join(map(dtypes_and_shapes, value))})"
     return "None" if value is None else type(value).__name__
 
 
@@ -60,7 +60,7 @@ def name_of(function: Any) -> str:
 
 def note_arguments(error: Exception, function: str, arguments: tuple[Any, ...], recurrent: Any = None) -> None:
     """Add to an exception of a user's function what it was called with, and what a mistake in `recurrent` may be."""
-    error.add_note(f"{function} was called with {clipped(kinds(arguments), 300)}")
+    error.add_note(f"{function} was called with {clipped(dtypes_and_shapes(arguments), 300)}")
     if isinstance(error, TypeError) and "positional argument" in str(error):
         error.add_note("a recurrent policy is made with initial_state=, and takes its state as the last argument")
     if "shapes cannot be multiplied" in str(error):

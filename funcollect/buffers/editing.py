@@ -14,9 +14,9 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from funcollect.buffers import ring
-from funcollect.buffers.priorities import numbers_of, present_in
 from funcollect.buffers.storages import Storage
 from funcollect.buffers.storages.storage import slots_at
+from funcollect.buffers.sum_tree import numbers_of, present_in
 from funcollect.files import Uninterrupted
 from funcollect.messages import clipped, kind_of, shown
 from funcollect.trajectories.split import readable

@@ -139,7 +139,7 @@ class Sampler(Protocol):
         """Choose the frames of one sample."""
 
     def ran_out(self, batch_size: int) -> bool:
-        """Whether every frame was returned once, so that the next sample begins a new round."""
+        """Whether a round ended: every frame was returned once, or too few are left of which no batch can be made."""
         return False
 
     def give_back(self, drawn: SampleIndices) -> None:

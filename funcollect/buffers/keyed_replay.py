@@ -14,10 +14,10 @@ from typing_extensions import override
 
 from funcollect.buffers.editing import WRITTEN
 from funcollect.buffers.keywords import part_of
-from funcollect.buffers.priorities import check_priorities
 from funcollect.buffers.replay import ReplayBuffer
 from funcollect.buffers.samplers import PrioritizedSampler
 from funcollect.buffers.storages import ListStorage
+from funcollect.buffers.sum_tree import check_priorities
 from funcollect.messages import kind_of
 
 __all__ = ["TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer"]

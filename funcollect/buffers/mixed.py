@@ -16,10 +16,10 @@ from funcollect.arguments import check_kind, check_number, check_optional_positi
 from funcollect.buffers.editing import WRITTEN, rows_of
 from funcollect.buffers.indices import wanted_size
 from funcollect.buffers.keyed_replay import TensorDictReplayBuffer
-from funcollect.buffers.priorities import numbers_of
 from funcollect.buffers.replay import ReplayBuffer
 from funcollect.buffers.samplers import PrioritizedSampler
 from funcollect.buffers.storages.packed_rows import leaves_of
+from funcollect.buffers.sum_tree import numbers_of
 from funcollect.messages import shown
 from funcollect.trajectories.split import readable
 

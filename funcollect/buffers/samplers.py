@@ -13,7 +13,7 @@ from typing_extensions import override
 from funcollect.arguments import check_choice, check_count, check_flags, check_not_given, check_number, check_positive
 from funcollect.buffers import Arrays, Bools, Floats, Ints, indices
 from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Sampler
-from funcollect.buffers.priorities import DeviceSums, SumTree, check_priorities, later, numbers_of, present_in
+from funcollect.buffers.sum_tree import DeviceSums, SumTree, check_priorities, later, numbers_of, present_in
 from funcollect.buffers.trajectory_index import Trajectories
 from funcollect.buffers.uniform_samplers import (
     MultiStepSampler,
@@ -81,7 +81,7 @@ class PrioritizedSampler(RandomSampler):
     ) -> None:
         check_positive("max_capacity", max_capacity)
         for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
-            _check_exponent(name, value)
+            _check_number_of(name, value)
         check_flags(max_priority_within_buffer=max_priority_within_buffer)
         check_choice("reduction", reduction, ("max", "min", "mean", "median"))
         self.max_capacity, self._alpha, self.beta, self.eps = max_capacity, alpha, beta, eps
@@ -89,7 +89,7 @@ class PrioritizedSampler(RandomSampler):
         self._device: torch.device | None = None  # None for the host
         if (returns := returns_of(n_steps, gamma)) is not None:
             self.returns, self.trajectories = returns, Trajectories(traj_key=traj_key, end_key=end_key)
-        elif not traj_key is end_key is None:
+        elif traj_key is not None or end_key is not None:
             raise ValueError(f"traj_key={traj_key!r} and end_key={end_key!r} are for n_steps: leave them out")
         self.load({})
 
@@ -103,7 +103,7 @@ class PrioritizedSampler(RandomSampler):
 
     @alpha.setter
     def alpha(self, alpha: float | Tensor) -> None:
-        _check_exponent("alpha", alpha)
+        _check_number_of("alpha", alpha)
         if self._alpha > 0:
             weights, highest = self.stored()
             changed = weights ** (float(alpha) / float(self._alpha))
@@ -214,7 +214,7 @@ class PrioritizedSampler(RandomSampler):
         return f"{type(self).__name__}(max_capacity={self.max_capacity}, alpha={self.alpha}, beta={self.beta})"
 
 
-def _check_exponent(name: str, value: float | Tensor) -> None:
+def _check_number_of(name: str, value: float | Tensor) -> None:
     check_number(name, value.item() if isinstance(value, Tensor) and value.ndim == 0 else value)
 
 

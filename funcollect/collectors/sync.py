@@ -90,7 +90,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
 
     @classmethod
     def of_worker(cls, source: RunnerSpec, options: Options, seed: int) -> Self:
-        """The collector of a worker, whose keywords are checked."""
+        """The collector of a worker, without the checks, which the parent made; keywords for it alone stay unset."""
         made = cls.__new__(cls)
         made.seed = seed
         made.pre_collect_hook, made.post_collect_hook = options.pre_collect_hook, options.post_collect_hook

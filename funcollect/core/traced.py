@@ -21,14 +21,14 @@ from funcollect.core.env_params import traced_set_env_params as set_env_params
 from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.request import EXPLORATION, NO_VALUES, Request, check_jax, check_traced_state, exploration_values
 from funcollect.core.state import LEAVES, CollectorState, origin_of
-from funcollect.core.traced_step.episodes import TracedEpisodeStats, after_frame, episode_stats, frame_of, no_stats
+from funcollect.core.traced_step.episode_stats import TracedEpisodeStats, after_frame, episode_stats, frame_of, no_stats
 from funcollect.core.traced_step.step import StepConfig, begin, by_path, continue_from, restart, run_keys, varying
 from funcollect.core.traced_step.step import step as fused_step
 from funcollect.envs import agents
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, check_functions
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, without_weak_types
-from funcollect.messages import kinds, shown
+from funcollect.messages import dtypes_and_shapes, shown
 from funcollect.policies.jax_functions.jax_policy import check_traceable
 from funcollect.policies.jax_functions.program import PROBE
 from funcollect.policies.population import Population
@@ -312,7 +312,7 @@ def _raw(key: Any) -> Any:
     if jax.numpy.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
         key = jax.random.key_data(key)
     if getattr(key, "shape", None) != (2,) or key.dtype != jax.numpy.uint32:
-        got = kinds(key) if hasattr(key, "dtype") else shown(key)
+        got = dtypes_and_shapes(key) if hasattr(key, "dtype") else shown(key)
         mend = "pass for example jax.random.key(0, impl='threefry2x32')"
         raise TypeError(f"key is {got}, expected uint32 [2] or a typed key: {mend}")
     return jax.numpy.asarray(key)

@@ -22,7 +22,7 @@ from funcollect.errors import PolicyError
 from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import import_jax, own_generator
 from funcollect.keys import Key, Noise
-from funcollect.messages import form, kind_of, kinds
+from funcollect.messages import dtypes_and_shapes, form, kind_of
 from funcollect.policies.checks import check_action, check_recurrent, check_rows, finish_columns
 from funcollect.policies.heads.head import Head
 from funcollect.policies.numerics import jax_numerics
@@ -311,7 +311,7 @@ class Recorder:
         self._held.clear()
 
     def _changed(self, start: int) -> PolicyError:
-        expected, *others = map(kinds, (self._first, *self._held))
+        expected, *others = map(dtypes_and_shapes, (self._first, *self._held))
         for step, got in enumerate(others, start):
             if got != expected:
                 return PolicyError(

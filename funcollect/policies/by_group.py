@@ -285,7 +285,7 @@ class _Part(NamedTuple):
         return optree.tree_map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), own, namespace=NAMESPACE)
 
     def answer(self, params: Any, state: Any, observation: Any, noise: Any, exploration: Exploration) -> Any:
-        """One traced step of its policy, with a probe for NaN if it has one."""
+        """One traced step of its policy: its next state and its outputs, which say whether there was a NaN."""
         if not isinstance(self.policy, FunctionPolicy):
             return self.policy(params, state, observation, noise, self.spec, exploration)
         stochastic = exploration.type is ExplorationType.RANDOM

@@ -97,7 +97,10 @@ def jax_numerics() -> Any:
     import jax.numpy as jnp
 
     def gumbel_max(logits: Any, noise: Any) -> Any:
-        """Over lanes in the last dimension, six times as fast as over few choices, and in two steps, as XLA wants."""
+        """The index [...] of the first largest sum of logits and noise [..., n]; without noise, of the largest logit.
+
+        Over lanes in the last dimension, six times as fast as over few choices, and in two steps, as XLA wants.
+        """
         x = jnp.moveaxis(logits, -1, 0) + (0 if noise is None else jnp.moveaxis(noise, -1, 0))
         index = jnp.arange(len(x), dtype=jnp.int32).reshape(-1, *[1] * (x.ndim - 1))
         return jnp.where(x < x.max(0, keepdims=True), len(x), index).min(0)

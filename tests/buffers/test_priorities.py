@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import funcollect as fc
-from funcollect.buffers.priorities import DeviceSums, SumTree
+from funcollect.buffers.sum_tree import DeviceSums, SumTree
 from tests.buffers.conftest import filled
 from tests.support.compare import implausible
 from tests.support.devices import each_device, no_waits

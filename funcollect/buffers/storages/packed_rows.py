@@ -190,7 +190,7 @@ class RowLayout:
         return found
 
     def check(self, leaves: Mapping[Path, Tensor], ndim: int) -> None:
-        """Raise ValueError if the keys, shapes or dtypes of a batch differ from this layout."""
+        """Raise ValueError if the keys, shapes or dtypes of a batch of `ndim` dimensions differ from this layout."""
         if leaves.keys() != (own := {column.path for column in self.columns}):
             differences = {"lacks": own - leaves.keys(), "adds": leaves.keys() - own}
             parts = [f"{verb} {sorted(map('.'.join, paths))}" for verb, paths in differences.items() if paths]

@@ -191,7 +191,7 @@ class SharedLeaves:
             plane = RowLayout({_PLANE: ((size,), dtype)})
             rows = RowsInFile(files[number], plane.words, reading=not max_size) if files else HeldRows(plane.words)
             following = sum(leaf.path[0] == "next" for leaf in leaves)
-            count = max(following, len(leaves) - following) * max_size
+            count = max(following, len(leaves) - following) * max_size  # next observations are others' observations
             self._leaves[PlanePool(plane, rows, count and count + count // _SPARE + _SPARE // 4)] = leaves
         self.pools = [*self._leaves]
 

@@ -12,7 +12,7 @@ from funcollect.envs.agents import FLAGS, PRESENT, REWARD, STATE
 from funcollect.envs.base import checked_start, fields_of
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax
-from funcollect.messages import form, kinds
+from funcollect.messages import dtypes_and_shapes, form
 from funcollect.protocols import Transition
 from funcollect.specs import Group, GroupedSpec, Space
 
@@ -121,6 +121,8 @@ def _flags(label: str, groups: Mapping[str, Group], value: Any) -> ByGroup:
         flag = jnp.asarray(given)
         if flag.dtype != bool or flag.shape not in ((), (groups[name].n,)):
             wanted = f"bool [] or [{groups[name].n}]: compare, as in x > 2; reward comes before the two flags"
-            raise EnvError(f"the flag of {name!r} that step of {label} returned is {kinds(flag)}, expected {wanted}")
+            raise EnvError(
+                f"the flag of {name!r} that step of {label} returned is {dtypes_and_shapes(flag)}, expected {wanted}"
+            )
         made[name] = jnp.broadcast_to(flag, groups[name].n)
     return made

@@ -23,7 +23,7 @@ from funcollect.envs.plain_spaces import each_part
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax, tracing
 from funcollect.interop.memo import Variable, memo_of, set_since_use, variables_of
-from funcollect.messages import kinds, shown
+from funcollect.messages import dtypes_and_shapes, shown
 from funcollect.protocols import JaxEnv, Renderer, Starts, Transition
 from funcollect.specs import ActionSpec, Group, Space, observation_leaves
 
@@ -344,13 +344,15 @@ def _check_leaf(what: str, value: Any, expected: str, shape: tuple[int, ...], dt
         fits = jnp.promote_types(given, dtype) == dtype
     if not fits:
         mend = "both functions are for one lane, without a batch dimension; correct the function or the space"
-        raise EnvError(f"the {what} is {kinds(value)}, expected {expected}: {mend}")
+        raise EnvError(f"the {what} is {dtypes_and_shapes(value)}, expected {expected}: {mend}")
 
 
 def differing(one: Any, other: Any) -> str:
     """The first difference of two pytrees of arrays in structure, shape or dtype, in words; empty if there is none."""
     tree, keystr = import_jax().tree, import_jax().tree_util.keystr
-    ones, others = ({keystr(path): kinds(leaf) for path, leaf in tree.leaves_with_path(each)} for each in (one, other))
+    ones, others = (
+        {keystr(path): dtypes_and_shapes(leaf) for path, leaf in tree.leaves_with_path(each)} for each in (one, other)
+    )
     for path in sorted(ones.keys() | others.keys()):
         if ones.get(path) != others.get(path):
             return f"{path or 'it'} is {ones.get(path, 'not there')} first, then {others.get(path, 'not there')}"

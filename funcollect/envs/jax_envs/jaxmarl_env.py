@@ -73,27 +73,29 @@ def from_jaxmarl(
         }
         return rows | ({STATE: seen.get(_WORLD)} if state else {})
 
-    def by_group(values: Mapping[str, Any]) -> dict[str, Any]:
+    def rows_by_group(values: Mapping[str, Any]) -> dict[str, Any]:
         shared = {STATE: values[STATE]} if STATE in values else {}
         return agents.by_group(found, values, import_jax().numpy.stack) | shared
 
     def reset(key: Any, _: Any) -> tuple[Any, Any]:
         seen, env_state = raw.reset(key)
-        return env_state, by_group(observed(seen, env_state))
+        return env_state, rows_by_group(observed(seen, env_state))
 
     def step(key: Any, env_state: Any, actions: Mapping[str, Any], _: Any) -> Transition:
         own = agents.by_agent(found, actions)
         seen, after, reward, done, info = raw.step_env(key, env_state, own)
         # The same step is also traced without the limit, and the compiler merges the two.
         ends = done if endless is None else endless.step_env(key, env_state, own)[3]
-        terminated = by_group({name: ends[name] | ends[_ALL] for name in names})
-        over = by_group({name: done[name] | done[_ALL] for name in names})
+        terminated = rows_by_group({name: ends[name] | ends[_ALL] for name in names})
+        over = rows_by_group({name: done[name] | done[_ALL] for name in names})
         truncated = {name: flags & ~terminated[name] for name, flags in over.items()}
         infos = {name: {} for name in found} | {key: info[key] for key in info_keys if key not in of_agents}
         for key in of_agents:
-            for name, rows in by_group(info[key]).items():
+            for name, rows in rows_by_group(info[key]).items():
                 infos[name][key] = rows
-        return Transition(after, by_group(observed(seen, after)), by_group(reward), terminated, truncated, infos)
+        return Transition(
+            after, rows_by_group(observed(seen, after)), rows_by_group(reward), terminated, truncated, infos
+        )
 
     actions = {name: gymnax_space(raw.action_space(name)) for name in names}
     seen, infos = _shapes(raw, actions, observed)

@@ -149,12 +149,12 @@ class LaneBlock(SimpleNamespace):
         return slice(workers.start, workers.stop) if isinstance(workers, range) else workers
 
     @staticmethod
-    def numbers(seeds: Sequence[int | None]) -> list[int]:
+    def encoded(seeds: Sequence[int | None]) -> list[int]:
         """Seeds, as the arrays hold them."""
         return [NO_SEED if seed is None else seed for seed in seeds]
 
     @staticmethod
-    def given(numbers: Array) -> list[int | None]:
+    def decoded(numbers: Array) -> list[int | None]:
         """Seeds, from what the arrays hold."""
         return [None if number == NO_SEED else number for number in numbers.tolist()]
 

@@ -72,7 +72,7 @@ class WorkerLanes(LanePool):
                 calls[worker] = [lanes[i] - start for i in own], packed
             self._call_in(calls, "reset")
             return
-        asked = dict(zip(lanes, LaneBlock.numbers(seeds), strict=True))
+        asked = dict(zip(lanes, LaneBlock.encoded(seeds), strict=True))
         if self._restarted:
             begun = [lane for lane, seed in asked.items() if self._restarted.pop(lane, NO_RESTART) == seed]
             self._show(begun)
@@ -88,7 +88,7 @@ class WorkerLanes(LanePool):
 
     def announce(self, lanes: Sequence[int], seeds: Sequence[int | None] | None, /) -> None:
         """Let workers restart these lanes with these seeds as soon as their episodes end; for None, not any more."""
-        self.block.next_seeds[list(lanes)] = NO_RESTART if seeds is None else LaneBlock.numbers(seeds)
+        self.block.next_seeds[list(lanes)] = NO_RESTART if seeds is None else LaneBlock.encoded(seeds)
 
     def _show(self, lanes: list[int]) -> None:
         """Exchange the rows of these lanes: the last observations of their episodes, and the first ones of the next."""

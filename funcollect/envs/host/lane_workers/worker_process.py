@@ -112,7 +112,7 @@ class ServedLanes(Served):
                 own = block.chosen[self._rows].nonzero()[0]
                 rows = own + self._lanes.start
                 if order == RESET:
-                    self._simulators.reset(own.tolist(), LaneBlock.given(block.seeds[rows]))
+                    self._simulators.reset(own.tolist(), LaneBlock.decoded(block.seeds[rows]))
                 else:
                     self._step(own.tolist(), rows.tolist(), rows, restarts=order == STEP_APART)
         except BaseException as error:
@@ -142,7 +142,7 @@ class ServedLanes(Served):
         again, seeds = ended[seeds != NO_RESTART], seeds[seeds != NO_RESTART]
         for path, ends in block.ends.items():
             ends[again] = block.observation[path][again]
-        self._simulators.reset((again - self._lanes.start).tolist(), LaneBlock.given(seeds))
+        self._simulators.reset((again - self._lanes.start).tolist(), LaneBlock.decoded(seeds))
 
     def _inform(self, infos: Sequence[Any]) -> None:
         """Pass on a step's infos, an array for each key, in the block if they fit; EnvError if they are no numbers."""
