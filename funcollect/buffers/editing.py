@@ -49,7 +49,8 @@ class FramesByIndex:
             held = self._memory.held(index)
             batch = self.storage.at(slots_at(held, index))
         if held.ndim > 1 and isinstance(batch, TensorDictBase):
-            batch.names = TensorDict({}, held.shape, names=time_last(held.ndim))[index].names
+            names = TensorDict({}, held.shape, names=time_last(held.ndim))[index].names
+            batch.names = [*names, *batch.names[len(names) :]]
         return batch
 
     def __setitem__(self, index: Any, data: Any) -> None:

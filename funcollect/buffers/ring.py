@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from types import EllipsisType
+from types import EllipsisType, NoneType
 from typing import Any, cast
 
 import numpy as np
@@ -113,7 +113,7 @@ class RingMemory:
 
         Of these, the oldest are first. ValueError if the lanes changed meanwhile.
         """
-        if self.storage.ndim == 1 or not isinstance(index, (int, np.integer, slice, EllipsisType, tuple)):
+        if self.storage.ndim == 1 or not isinstance(index, (int, np.integer, slice, EllipsisType, NoneType, tuple)):
             return np.arange(len(self))
         if not len(self):
             return np.zeros((0,) * self.storage.ndim, np.int64)

@@ -72,7 +72,8 @@ class MultiSyncDataCollector(ProcessCollector):
     list with the frames of each."""
     cat_results: Join = "stack"
     """``"stack"``; or ``0`` for ``[W * P, T]``, ``-1`` for ``[P, W * T]``, and for single environments ``[W * T]``
-    either way. Workers with different numbers of frames need ``-1``, or single environments with ``0``."""
+    either way. Workers with different numbers of frames need ``-1``, or single environments with ``0``. Where rows of
+    workers follow each other in time, trajectory ids tell them apart, and no flag does."""
     prefetch: bool = False
     """collect the next batch while the reader works on one. New weights act one batch later. Without it a batch
     begins when it is requested, with the weights of that moment."""

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import optree
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from funcollect.arguments import check_kind
 from funcollect.core.request import Rollout, check_state_kind
@@ -18,7 +18,7 @@ from funcollect.errors import LoweringError
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import default_device_type
 from funcollect.interop.memo import memo_of
-from funcollect.policies.by_group import GroupPolicy
+from funcollect.policies.by_group import GroupPolicy, parts_of
 from funcollect.policies.heads.head import FromDistribution
 from funcollect.policies.jax_functions.jax_policy import is_traceable
 from funcollect.policies.population import TorchPopulation
@@ -102,8 +102,7 @@ def _seen_by(env: Any, policy: GroupPolicy, name: str) -> Any:
 
 def is_lowered(policy: Policy) -> bool:
     """Whether a policy, or a part of it, is a lowered one."""
-    parts = policy.policies.values() if isinstance(policy, GroupPolicy) else ()
-    return isinstance(policy, LoweredPolicy) or any(map(is_lowered, parts))
+    return any(isinstance(part, LoweredPolicy) for part in parts_of(policy))
 
 
 def lowered_for(env: Env, policy: Policy, exploration_type: ExplorationType) -> LoweredPolicy:
@@ -151,14 +150,17 @@ def _seen_of(env: Env) -> Hashable:
     return known[1]
 
 
-def complete(env: Env, policy: Source) -> None:
+def complete(env: Env, policy: Policy) -> None:
     """Make the parameters of lazy layers, such as `torch.nn.LazyLinear`, by one call of the module in evaluation mode.
 
-    They are drawn from Torch's global generator, as by a call of the user's own.
+    They are drawn from Torch's global generator, as by a call of the user's own. The policy was checked.
     """
-    module = policy.module
-    if not isinstance(module, nn.Module) or not has_lazy_layers(module):
+    if isinstance(policy, GroupPolicy):
+        for name, part in policy.policies.items():
+            complete(_seen_by(env, policy, name), part)
+    if not isinstance(policy, Source) or not has_lazy_layers(policy.module):
         return
+    module: Any = policy.module
     single = env.num_envs is None and isinstance(policy, TensorDictPolicy)
     rows = example(env.observation_space, env.observation_leaves, 1)
     observation = moved(rows, policy.run_device or torch.device("cpu"))

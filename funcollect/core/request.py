@@ -21,6 +21,7 @@ from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import kind_of, shown
 from funcollect.policies.base import HeadedPolicy
+from funcollect.policies.by_group import parts_of
 from funcollect.policies.heads.head import Head
 from funcollect.policies.tensordict_modules.calling import carries_action, read_and_written
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
@@ -243,17 +244,20 @@ def head_of(policy: Policy) -> Head | None:
 
 def own_action_warning(policy: Policy, random_frames: int | None) -> str:
     """Return a warning for random first frames of a policy that may carry its own action; empty for any other."""
-    if not random_frames or random_frames < 0:
+    if not random_frames or random_frames < 0 or not any(map(_may_carry_action, parts_of(policy))):
         return ""
-    source = policy.source if isinstance(policy, LoweredPolicy) else policy
-    carries = isinstance(source, HeadedPolicy) and source.initial_state is not None and source.head is None
-    if isinstance(source, TensorDictPolicy):
-        carries = carries_action(source.module, [*source.written.values(), *read_and_written(source.module)])
-    return carries * (
+    return (
         f"init_random_frames is {random_frames} with a recurrent policy that chooses its action itself: an action that "
         "it carries from step to step was not executed in the random frames: give the policy a head (funcollect.heads),"
         " read the action as an observation (make_env(…, inputs=['prev_action'])), or leave init_random_frames out"
     )
+
+
+def _may_carry_action(policy: Policy) -> bool:
+    source = policy.source if isinstance(policy, LoweredPolicy) else policy
+    if isinstance(source, TensorDictPolicy):
+        return carries_action(source.module, [*source.written.values(), *read_and_written(source.module)])
+    return isinstance(source, HeadedPolicy) and source.initial_state is not None and source.head is None
 
 
 def check_state_kind(policy_state: Any, wanted: type) -> None:

@@ -26,7 +26,7 @@ from funcollect.policies.jax_functions.jax_policy import check_sees_all, is_trac
 from funcollect.policies.normalized import Normalized, check_statistics
 from funcollect.policies.population import Population
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_in_jax import LoweredPolicy, Source
+from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Backend, Env, Policy, is_env
@@ -42,8 +42,6 @@ def check_pair(env: Any, policy: Any) -> None:
         raise TypeError(f"env is {kind_of(env)}, expected an Env{swapped}: make one with funcollect.make_env")
     check_policy(policy)
     check_call(f"{type(policy).__name__}.__call__", policy.__call__, _CALL, 6)
-    if isinstance(policy, Source):
-        complete(env, policy)
     if env.backend not in (backends := get_args(Backend)):
         raise TypeError(f"env has the backend {env.backend!r}, expected one of {sorted(backends)}")
     if env.backend in ("torch", "jax"):
@@ -53,6 +51,7 @@ def check_pair(env: Any, policy: Any) -> None:
         check_sees_all(policy, repr(env))
     if isinstance(policy, PlayerPolicy):
         policy.check_players(env.observation_space)
+    complete(env, policy)
     if isinstance(policy, Normalized):
         check_statistics(policy, env.observation_leaves)
     remember_spaces(policy, env.observation_space, env.observation_leaves, env.action_spec)

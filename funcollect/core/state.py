@@ -158,6 +158,8 @@ class CollectorState(Generic[Array]):
             raise TypeError(f"state.replace got {unknown}, expected fields of a CollectorState: check the spelling")
         return self.changed(**changes)
 
+    __replace__ = replace  # of `copy.replace`
+
     def changed(self, **changes: Any) -> CollectorState[Array]:
         """Do what `replace` does, for an `env_state` to which the observation belongs."""
         if "env_params" in changes and isinstance(self.env_state, JaxEnvState):

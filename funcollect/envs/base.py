@@ -21,7 +21,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.experimental.functional import FuncEnv
 from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.wrappers import TimeLimit
+from gymnasium.wrappers import AtariPreprocessing, TimeLimit
 from torch import Tensor
 from typing_extensions import override
 
@@ -348,6 +348,16 @@ def running_statistics(env: Any) -> tuple[str, ...]:
         return normalises and not getattr(part, "frozen", False)
 
     return tuple(dict.fromkeys(type(part).__name__ for part in _parts(env, set()) if updates(part)))
+
+
+def has_game_of_lives(env: Any) -> bool:
+    """Whether `env`, or its first lane, holds an Atari game whose episodes end with its lives."""
+    return "ale_py" in sys.modules and any(map(ends_with_lives, _parts(env, set())))
+
+
+def ends_with_lives(part: Any) -> bool:
+    """Whether a layer of an environment ends the episodes of an Atari game with its lives."""
+    return isinstance(part, AtariPreprocessing) and part.terminal_on_life_loss
 
 
 def _parts(env: Any, seen: set[int]) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_num_envs
-from funcollect.envs.base import first_then_new, is_torchrl, running_statistics
+from funcollect.envs.base import first_then_new, has_game_of_lives, is_torchrl, running_statistics
 from funcollect.envs.host.host_env import ONWARD, Opener, Rows, SimulatedEnv, SimulatorsBase, call_of, of_everyone
 from funcollect.envs.host.lane_workers.block import LaneWorkers, refuse_removed
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
@@ -84,7 +85,10 @@ def from_torchrl(
         raise ValueError(f"num_envs, or workers, were given with {what}: pass a factory of a single environment")
     layout = layout_of(first)
     with torch_generator(generator_state(0)):  # this builds a lane if they live in other processes
-        statistics, limited = running_statistics(first), truncates(first)
+        statistics, limited, lives = running_statistics(first), truncates(first), has_game_of_lives(first)
+    if lives:
+        what = f"{type(first).__name__} restarts its Atari game at each lost life (terminal_on_life_loss=True)"
+        warnings.warn(f"{what}, as in TorchRL: for games that go on, pass the gymnasium.Env", stacklevel=3)
     opener: Opener = WorkerLanes
     if workers:
         first.close()

@@ -205,6 +205,8 @@ BAD_TYPES = {
         lambda: filled(TensorDict({"x": torch.zeros(4), "note": NonTensorData("hello", batch_size=[4])}, [4]))),
     "the data is ndarray, expected a TensorDict": lambda: filled(np.array(["a"])),
     "expected a sequence of items": lambda: fc.ReplayBuffer().extend(5),
+    "dict, expected a sequence of items": lambda: fc.ReplayBuffer().extend({"x": torch.zeros(3)}),
+    "str, expected a sequence of items": lambda: fc.ReplayBuffer().extend("abc"),
     "end_keys is 'done', expected a list of keys": lambda: fc.SliceSampler(slice_len=3, end_keys="done"),
     r"end_keys is \[\], expected a list of keys": lambda: fc.SliceSampler(slice_len=3, end_keys=[]),
 }  # fmt: skip
@@ -247,6 +249,25 @@ def test_no_thread_comes_between_the_slots_of_an_index_and_their_frames():
     assert buffer[Index([1])].tolist() == [1]
     assert not any(free)
     assert free
+
+
+def test_its_length_and_its_text_are_read_beside_a_thread_that_fills_it():
+    buffer, filling = filled(torch.arange(5)), threading.Event()
+
+    def fill():
+        while not filling.is_set():
+            buffer.extend(torch.arange(7))
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    try:
+        for _ in range(300):
+            assert 5 <= len(buffer) <= buffer.storage.max_size
+            assert repr(buffer)
+            assert buffer[:3].shape == (3,)
+    finally:
+        filling.set()
+        thread.join()
 
 
 # Lists of items, as TorchRL's buffers take them, and transforms, which do not change the caller's data.

@@ -56,6 +56,10 @@ def test_lanes_are_overwritten_and_one_step_is_broadcast():
     buffer[0, 1:3] = frames(2, 70)
     buffer[:, 4:5] = frames(1, 90)
     assert buffer["x"].tolist() == [[0, 70, 71, 3, 90], [5, 6, 7, 8, 90]]
+    one, two = torch.tensor([1]), torch.tensor([2])
+    buffer[one, two] = frames(1, 60)
+    assert buffer[one, two]["x"].tolist() == buffer[one, 2]["x"].tolist() == [60]
+    assert buffer[None].shape == (1, 2, 5)
     tree = filled(torch.arange(3), 4, transform=lambda leaf: leaf * 2)
     tree[1:] = torch.arange(2) + 10
     assert tree[:].tolist() == [0, 20, 22]

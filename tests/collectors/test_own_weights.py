@@ -236,6 +236,24 @@ def test_a_policy_that_may_carry_its_action_is_warned_of(name, workers):
     collect(CARRIES[name](), None, workers)
 
 
+GAMES = {
+    "group": (
+        fc.by_group,
+        "pettingzoo/mpe/simple_tag_v3",
+        {"adversary": CARRIES["torch"], "agent": DOES_NOT["no state"]},
+    ),
+    "player": (fc.by_player, "pettingzoo/classic/tictactoe_v3", [DOES_NOT["no state"], CARRIES["torch"]]),
+}
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_so_is_one_of_several_policies(name):
+    made, env, parts = GAMES[name]
+    values = {key: part() for key, part in parts.items()} if name == "group" else [part() for part in parts]
+    with pytest.warns(UserWarning, match="recurrent policy that chooses its act"):
+        fc.SyncDataCollector(env, made(values), frames_per_batch=8, init_random_frames=4)
+
+
 @pytest.mark.parametrize("name", DOES_NOT)
 def test_other_policies_are_not(name):
     collect(DOES_NOT[name](), 4)

@@ -28,6 +28,14 @@ def traced():
 
 
 LIMITED = {"trajs_per_batch": 2, "max_frames_per_traj": 20}
+
+
+def sequences():
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(8), batch_size=2)
+    buffer.extend(whole(**LIMITED, traj_format="padded"))
+    return buffer.sample()
+
+
 NAMED = {
     "single": whole,
     "traced": traced,
@@ -35,6 +43,7 @@ NAMED = {
     "split": lambda: fc.split_trajectories(whole()),
     "trajectories": lambda: whole(**LIMITED),
     "padded": lambda: whole(**LIMITED, traj_format="padded"),
+    "sequences of a buffer": sequences,
     "compact": lambda: fc.next_observations(whole(compact_obs=True)),
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -125,8 +125,10 @@ class RowLayout:
         item_dims: tuple[int, ...] = (),
         structure: Any = None,
         planes: Mapping[Path, int] | None = None,
+        item_names: Sequence[str | None] = (),
     ) -> None:
         self.item_dims = item_dims  # the batch dimensions of a single frame, which may be a sequence
+        self.item_names = tuple(item_names) if any(item_names) else ()  # of these dimensions, such as "time"
         self.structure = structure  # that of a frame that is a tree; None for TensorDicts
         self.planes = planes or {}  # the number of planes of each shared leaf
         stored = {**forms, **{path: ((count,), torch.int32) for path, count in self.planes.items()}}
@@ -161,7 +163,7 @@ class RowLayout:
         planes |= _stacks(leaves, ndim, frame_stack) if frame_stack is not None else {}
         forms = {path: (tuple(leaf.shape[ndim:]), leaf.dtype) for path, leaf in leaves.items()}
         if isinstance(data, TensorDictBase):
-            return cls(forms, tuple(data.batch_size[ndim:]), planes=planes)
+            return cls(forms, tuple(data.batch_size[ndim:]), planes=planes, item_names=data.names[ndim:])
         return cls(forms, structure=optree.tree_structure(data), planes=planes)
 
     @classmethod
@@ -170,12 +172,13 @@ class RowLayout:
         batch = saved["batch"]
         forms = {tuple(path): (tuple(shape), getattr(torch, dtype)) for path, shape, dtype in batch["leaves"]}
         structure = optree.tree_structure(ast.literal_eval(batch["tree"])) if "tree" in batch else None
-        return cls(forms, tuple(batch["item_dims"]), structure, {tuple(path): n for path, n in saved["planes"]})
+        planes = {tuple(path): n for path, n in saved["planes"]}
+        return cls(forms, tuple(batch["item_dims"]), structure, planes, batch.get("item_names", ()))
 
     def to_json(self) -> dict[str, Any]:
         """A description in numbers and strings; TypeError for a tree of other nodes than dicts, lists and tuples."""
         leaves = [(leaf.path, leaf.form[0], str(leaf.form[1]).removeprefix("torch.")) for leaf in self.columns]
-        saved: dict[str, Any] = {"leaves": leaves, "item_dims": self.item_dims}
+        saved: dict[str, Any] = {"leaves": leaves, "item_dims": self.item_dims, "item_names": self.item_names}
         if self.structure is not None:
             saved["tree"] = _written(self.structure)
         return {"batch": saved, "planes": [*self.planes.items()]}
@@ -234,7 +237,8 @@ class RowLayout:
         if self.structure is not None:
             return optree.tree_unflatten(self.structure, leaves)
         device = leaves[0].device if self._placed else None
-        return _build(self._nested, leaves, _attributes(torch.Size((rows.shape[0], *self.item_dims)), device))
+        size = torch.Size((rows.shape[0], *self.item_dims))
+        return _build(self._nested, leaves, _attributes(size, device, self.item_names))
 
     def leaves(self, rows: Records) -> list[Tensor]:
         """Views of the leaves [N, ...] in `rows` [N], by column."""
@@ -324,9 +328,10 @@ def _build(nested: Mapping[str, Any], leaves: list[Tensor], attributes: Mapping[
 
 
 @lru_cache
-def _attributes(size: torch.Size, device: torch.device | None) -> dict[str, Any]:
+def _attributes(size: torch.Size, device: torch.device | None, item_names: tuple[str | None, ...]) -> dict[str, Any]:
     """Those of a TensorDict as tensordict makes it; to copy them takes a third of the time."""
-    return {**vars(TensorDict._new_unsafe({}, batch_size=size, device=device))}
+    names = [None, *item_names] if item_names else None
+    return {**vars(TensorDict._new_unsafe({}, batch_size=size, device=device, names=names))}
 
 
 def gather(records: Records, slots: Ints, mask: Bools | None = None) -> Records:

@@ -50,7 +50,7 @@ class Dumped(NamedTuple):
 def slots_at(held: Ints, index: Any) -> Ints:
     """The slots of `held` at an index of it; TypeError or IndexError if there are none."""
     try:
-        return np.asarray(held[index.numpy(force=True) if isinstance(index, Tensor) else index])
+        return np.asarray(held[tuple(map(_plain, index)) if isinstance(index, tuple) else _plain(index)])
     except IndexError as error:
         what = f"index is {shown(index)}"
         for part in index if isinstance(index, tuple) else (index,):
@@ -60,6 +60,11 @@ def slots_at(held: Ints, index: Any) -> Ints:
             raise IndexError(f"{what}, the buffer is empty: extend it first") from error
         mend = "give ints below these sizes, slices, or a mask of this shape"
         raise IndexError(f"{what}, expected one into {list(held.shape)} frames: {mend}") from error
+
+
+def _plain(part: Any) -> Any:
+    """An array for a tensor; of one element, NumPy would take it for a number."""
+    return part.numpy(force=True) if isinstance(part, Tensor) else part
 
 
 class Storage(Protocol):
@@ -108,7 +113,12 @@ class Storage(Protocol):
     def at(self, slots: Ints) -> Any:
         """A copy of the frames in `slots` ``[*S]``, as a batch ``[*S]``."""
         batch = self.read(slots.reshape(-1))
-        return batch if slots.ndim == 1 else optree.tree_map(lambda x: x.reshape((*slots.shape, *x.shape[1:])), batch)
+        if slots.ndim == 1:
+            return batch
+        shaped = optree.tree_map(lambda x: x.reshape((*slots.shape, *x.shape[1:])), batch)
+        if isinstance(shaped, TensorDictBase) and any(batch.names):
+            shaped.names = [*[None] * slots.ndim, *batch.names[1:]]
+        return shaped
 
     def put(self, slots: Ints, data: Any) -> None:
         """Overwrite the frames in `slots` ``[*S]`` by the batch `data` ``[*S]``; see `set`."""
@@ -189,7 +199,7 @@ class ListStorage(Storage):
 
     @override
     def admit(self, data: Any) -> Incoming:
-        if not hasattr(data, "__len__"):
+        if not hasattr(data, "__len__") or isinstance(data, (str, bytes, dict)):
             raise TypeError(f"the data is {type(data).__name__}, expected a sequence of items: give a list of them")
         tensors, leaves = isinstance(data, (TensorDictBase, Tensor)), dict[KeyPath, Tensor]()
         if self.linked and isinstance(data, TensorDictBase):

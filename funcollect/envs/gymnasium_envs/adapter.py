@@ -57,7 +57,7 @@ def from_gymnasium(
 
     Each episode is seeded. Atari games (ale-py's, under any wrappers) are seeded once per lane instead, since a seeded
     reset reloads the game; `fork` takes a snapshot of them. Under ``AtariPreprocessing(terminal_on_life_loss=True)``,
-    the episode after a lost life goes on with the next life (see `from_ale`); a `VectorEnv` of such games is refused.
+    the episode after a lost life goes on with the next life (see `from_ale`); a `SyncVectorEnv` of these is refused.
 
     Actions of a Tuple or Dict space are one array in a batch: its parts in their order, flattened and joined. Discrete,
     MultiDiscrete and MultiBinary parts become one MultiDiscrete, Box parts one Box with all their bounds. The

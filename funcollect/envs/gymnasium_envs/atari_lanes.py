@@ -22,9 +22,9 @@ from typing import Any
 import gymnasium
 from gymnasium.utils import RecordConstructorArgs
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
-from gymnasium.wrappers import AtariPreprocessing
 from typing_extensions import override
 
+from funcollect.envs.base import ends_with_lives
 from funcollect.envs.gymnasium_envs.lanes import GymEnv, Lanes
 from funcollect.envs.host.host_env import SimulatedEnv, call_of
 from funcollect.errors import ReplayError
@@ -128,10 +128,10 @@ class FireReset(RecordConstructorArgs, gymnasium.Wrapper[Any, Any, Any, Any]):
 
 def _with_next_lives(env: GymEnv) -> GymEnv:
     """An Atari game whose next lives follow its lost ones: `NextLife` is put directly above its preprocessing."""
-    if _ends_with_lives(env):
+    if ends_with_lives(env):
         return NextLife(env)
     for layer in _layers(env)[:-1]:
-        if not isinstance(layer, NextLife) and _ends_with_lives(layer.env):
+        if not isinstance(layer, NextLife) and ends_with_lives(layer.env):
             layer.env = NextLife(layer.env)
     return env
 
@@ -144,10 +144,6 @@ def check_lives(vector: Any) -> None:
     if all(inner.call("has_wrapper_attr", name)) and any(inner.get_attr(name)):
         what = f"{type(vector).__name__} holds Atari games with {name}=True"
         raise ValueError(f"{what} and restarts them at each lost life, expected none: pass the list of its functions")
-
-
-def _ends_with_lives(env: GymEnv) -> bool:
-    return isinstance(env, AtariPreprocessing) and env.terminal_on_life_loss
 
 
 @dataclass(frozen=True)

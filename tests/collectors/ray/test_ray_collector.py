@@ -299,6 +299,7 @@ def test_a_policy_finds_what_it_wrote_at_the_step_before():
     with ray_collector(["CartPole-v1"], Count(), **kwargs) as collector:
         for batch in collector:
             later = batch["collector", "traj_ids"] % 2**40 > 0
+            assert batch.names[-1] == "time"
             assert torch.equal(batch["count"], batch["collector", "step"] + later.long())
 
 

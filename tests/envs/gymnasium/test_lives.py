@@ -8,6 +8,7 @@ import pytest
 import torch
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, TimeLimit
 from stable_baselines3.common.atari_wrappers import AtariWrapper, EpisodicLifeEnv, FireResetEnv
+from torchrl.envs import GymWrapper
 
 import funcollect as fc
 from funcollect.envs.gymnasium_envs import atari_lanes
@@ -71,6 +72,12 @@ def test_envpool_goes_on_after_a_lost_life():
                 observation = pool.step(np.zeros(1, np.int64))[0]
         pool.close()
         assert rows[LIVES][rows["next", "done"][:, 0]].tolist()[:6] == [4, 3, 2, 1, 0, 4]
+
+
+def test_a_torchrl_environment_says_that_its_game_begins_again():
+    wrapped = GymWrapper(build(), categorical_action_encoding=True)
+    with pytest.warns(UserWarning, match="GymWrapper restarts its Atari game at each lost life .* pass the gymnasium"):
+        fc.make_env(wrapped)
 
 
 def theirs_with_fire(game, whole):

@@ -12,7 +12,7 @@ import funcollect as fc
 from funcollect.policies.torch_modules.settings import Look, ModuleSettings
 from tests.support import cases
 from tests.support.policies import gate
-from tests.support.running import once
+from tests.support.running import in_soak, once
 
 
 def module():
@@ -142,6 +142,41 @@ def test_init_makes_the_parameters_of_lazy_layers(kind, name):
     assert torch.equal(batch["action"], again["action"])
 
 
-def test_lazy_layers_are_not_sent_to_workers():
+class OfBoard(nn.Module):
+    """Scores of the cells of a board."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = nn.LazyLinear(9)
+
+    def forward(self, seen):
+        return self.scores(seen["observation"].flatten(1).float())
+
+
+def lazy(net):
+    return fc.torch_policy(net, head=fc.heads.categorical)
+
+
+@pytest.mark.parametrize("name", ["pettingzoo/mpe/simple_tag_v3", *in_soak(["jaxmarl/MPE_simple_tag_v3"]), "board"])
+def test_it_makes_those_of_several_policies(name):
+    if name == "board":
+        env, policy = (
+            fc.make_env("pettingzoo/classic/tictactoe_v3", num_envs=2),
+            fc.by_player([lazy(OfBoard()), lazy(OfBoard())]),
+        )
+    else:
+        env, policy = (
+            fc.make_env(name, num_envs=2),
+            fc.by_group({k: lazy(nn.LazyLinear(5)) for k in ("adversary", "agent")}),
+        )
+    state = fc.init(env, policy, seed=0)
+    assert fc.rollout(env, policy, state, 4)[1].shape == (2, 4)
+
+
+PARTS = {"alone": lambda: nn.LazyLinear(2), "group": lambda: fc.by_group({"a": fc.torch_policy(nn.LazyLinear(2))})}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_lazy_layers_are_not_sent_to_workers(kind):
     with pytest.raises(ValueError, match=r"policy has lazy layers, .* with parameters: call the module once"):
-        fc.MultiSyncDataCollector(["CartPole-v1"], nn.LazyLinear(2), frames_per_batch=8, total_frames=8)
+        fc.MultiSyncDataCollector(["CartPole-v1"], PARTS[kind](), frames_per_batch=8, total_frames=8)
