@@ -143,6 +143,7 @@ def test_a_slower_revision_is_shown_and_saved_and_ends_with_one(repository, stat
     assert contestant["seconds_per_frame"]["wall"]["after"] == pytest.approx([2e-6] * 9)
 
 
+@pytest.mark.evening
 def test_the_working_tree_is_measured_with_what_is_not_committed(repository, status, tmp_path):
     write(repository, "COST = 0.25e-6")
     assert status() == 0

@@ -89,7 +89,7 @@ GOOD = {
 
 
 # "jax" and the page "Your own environment" are JAX environments, too, and each compiles for seconds.
-SLOW = ("jax single", "jax functions", "jax game of two", "jax, cached resets", "agents in JAX")
+SLOW = ("atari", "jax single", "jax functions", "jax game of two", "jax, cached resets", "agents in JAX")
 
 
 @pytest.mark.parametrize("name", [name for name in GOOD if name not in SLOW] + in_soak(SLOW))

@@ -19,7 +19,7 @@ GYMNAX = "gymnax/CartPole-v1"
 SETTINGS = {"default_prng_impl": "rbg", "threefry_partitionable": False, "legacy_prng_key": "error"}
 SETS = [SETTINGS, *in_soak([{name: value} for name, value in SETTINGS.items()] + [{"default_prng_impl": "unsafe_rbg"}])]
 DRAWS_AS_IT_IS_MADE = "gymnax/DeepSea-bsuite"
-NAMES = ["CartPole-v1", GYMNAX, DRAWS_AS_IT_IS_MADE]
+NAMES = [GYMNAX, *in_soak(["CartPole-v1", DRAWS_AS_IT_IS_MADE])]
 NAMES += in_soak(["pgx/tic_tac_toe", "brax/inverted_pendulum", "navix/Navix-Empty-5x5-v0", "jumanji/Snake-v1"])
 
 

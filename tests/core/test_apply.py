@@ -118,7 +118,7 @@ def add_bonus(lane, number):
 
 
 @pytest.mark.parametrize("options", [{}, *in_soak([{"num_workers": 1}])], ids=str)
-@pytest.mark.parametrize("steps", [3, 300])
+@pytest.mark.parametrize("steps", [300, *in_soak([3])])
 def test_a_game_is_changed_and_copied_as_it_was_changed(steps, options):
     env, policy, state = fresh(lambda: Bonus(gymnasium.make("ale_py:ALE/Pong-v5")), num_envs=2, **options)
     state, batch = fc.rollout(env, policy, state, steps)

@@ -215,6 +215,7 @@ def test_ray(workers):
         assert batch["next", "reward"][..., 0].reshape(lanes, -1).eq(torch.arange(lanes * 1.0)[:, None]).all()
 
 
+@pytest.mark.evening
 def test_gymnax_on_other_planets():
     env, policy, state = fresh("gymnax/CartPole-v1", num_envs=4, param_keys=["gravity", "force_mag"])
     gravity = jnp.array([1.6, 3.7, 9.8, 24.8])

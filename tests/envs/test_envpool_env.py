@@ -14,7 +14,7 @@ from funcollect.envs.base import import_extra
 from funcollect.keys import Purpose, fold, key_from_seed
 from tests.support.compare import assert_same, collect, fresh, joined, leaves
 from tests.support.misuse import refused, runs, table
-from tests.support.running import scaled
+from tests.support.running import in_soak, scaled
 
 CASES = {  # a limit on episodes, the length of a run
     "CartPole-v1": (25, 120), "Pong-v5": (20, 50), "HalfCheetah-v4": (30, 70), "CheetahRun-v1": (30, 70),
@@ -135,7 +135,7 @@ def test_finished_lanes_are_not_stepped(frames):
         assert batch["next", "info", "elapsed_step"][lane, end:].eq(end + 1).all()
 
 
-@pytest.mark.parametrize("name", ["envpool/CartPole-v1", "ale/Pong"])
+@pytest.mark.parametrize("name", ["envpool/CartPole-v1", *in_soak(["ale/Pong"])])
 def test_each_key_seeds_the_lanes_again(name):
     """Where they are not seeded with each episode. An old seed begins other episodes than before, under other ids."""
     env = fc.make_env(name, num_envs=3, max_episode_steps=12)
@@ -261,7 +261,7 @@ def test_the_import_of_envpool_leaves_the_global_generators_alone():
 
 
 @pytest.mark.parametrize(
-    ("name", "lives"), [("CartPole-v1", {}), ("Breakout-v5", {"episodic_life": True, "noop_max": 3})]
+    ("name", "lives"), [("CartPole-v1", {}), *in_soak([("Breakout-v5", {"episodic_life": True, "noop_max": 3})])]
 )
 def test_an_asynchronous_pool_has_the_data_of_a_synchronous_one(name, lives):
     """Whichever lanes answer first; those ahead of a rollout open the next one."""

@@ -71,7 +71,8 @@ class Counting(JaxWalk):
         return Transition(count, {"count": count, "place": jnp.ones(1) * count}, 1.0, False, False)
 
 
-@pytest.mark.parametrize("num_envs", [4, *in_soak([None])])
+@pytest.mark.evening
+@pytest.mark.parametrize("num_envs", [4, None])
 def test_integer_observations_of_jax_pass_every_check(num_envs):
     fc.testing.check_env(Counting(num_envs=num_envs))
 

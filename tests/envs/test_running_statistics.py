@@ -83,7 +83,11 @@ FEW = [*WITH_TORCHRL][:3]
 OF_TORCHRL = [pytest.param(case, marks=pytest.mark.needs("torchrl")) for case in FEW + in_soak(["in processes"])]
 
 
-@pytest.mark.parametrize("case", [*WITH, *OF_TORCHRL])
+IN_PROCESSES = "in its processes"
+CASES = [case for case in WITH if case != IN_PROCESSES] + in_soak([IN_PROCESSES])
+
+
+@pytest.mark.parametrize("case", [*CASES, *OF_TORCHRL])
 def test_they_are_recognised_and_refused(case):
     make, kwargs, names = (WITH | WITH_TORCHRL)[case]
     env, policy, state = fresh(make(), steps=4, **kwargs)

@@ -69,11 +69,14 @@ BATCH_SIZES = (1, 2, 7, 64) if SCALE > 1 else (1, 7)  # a module may be exported
 CONVOLUTIONS = ("cnn", "impala", "ConvNet", "CNN", "Cnn", "image")
 
 LEARNING = [  # one of each kind; the rules of all operators are compared in `test_lowering_operators`
-    *("nature cnn", "lstm cell", "lstm both ways", "transformer", "tensordict sequential", "torchrl DuelingCnnDQNet"),
-    *("torchrl LSTMModule", "torchrl GRUModule", "torchrl NoisyLinear", "sb3 ActorCriticPolicy, discrete"),
-    *in_soak(["mlp tanh", "impala", "gru cell", "gru layers", "image and vector"]),
+    *("nature cnn", "lstm cell", "transformer", "tensordict sequential", "torchrl LSTMModule", "torchrl NoisyLinear"),
+    "sb3 ActorCriticPolicy, discrete",
+    *in_soak(
+        ["mlp tanh", "impala", "gru cell", "gru layers", "lstm both ways", "image and vector", "torchrl GRUModule"]
+    ),
+    *in_soak(["torchrl DuelingCnnDQNet"]),
 ]
-SPECIAL = ("rotary embedding", "spectral, complex weights", "spatial transformer", "bags", "masked encoder", "whitened")
+SPECIAL = ("rotary embedding", "spectral, complex weights", "bags", "whitened")
 
 
 def tolerance(name):
@@ -162,7 +165,11 @@ class Picks(nn.Module):
 
 @pytest.mark.needs("torch>=2.13")  # before, quantiles cannot be exported
 @pytest.mark.parametrize(
-    "rows", [[[2.0]], [[1.0, 1.0, 1.0, 1.0]], [[torch.nan, 2.0, torch.nan]], [[torch.inf, -torch.inf, 0.0, torch.inf]]]
+    "rows",
+    [
+        [[torch.nan, 2.0, torch.nan]],
+        *in_soak([[[2.0]], [[1.0, 1.0, 1.0, 1.0]], [[torch.inf, -torch.inf, 0.0, torch.inf]]]),
+    ],
 )
 def test_single_equal_missing_and_infinite_elements(rows):
     x = torch.tensor(rows)

@@ -18,7 +18,7 @@ from benchmarks.gpu.pairs import (
     contestants,
     make_env,
 )
-from tests.support.devices import DEVICES
+from tests.support.devices import DEVICES, GPU_FIRST
 
 ENVS = {"jax": GYMNAX_CARTPOLE, "torch": TORCH_CARTPOLE}
 TORCH_OF = {jax_id: torch_id for torch_id, jax_id in TWINS.items()}
@@ -36,8 +36,6 @@ def device(request):
     return request.param
 
 
-# On the CPU other tests prove the same of every pair, such as those of paths.
-GPU_FIRST = [pytest.param(each, marks=pytest.mark.evening) if each == "cpu" else each for each in DEVICES]
 of_a_gpu = pytest.mark.parametrize("device", GPU_FIRST, indirect=True)
 
 
@@ -140,6 +138,7 @@ def test_random_actions_are_on_the_device_and_those_of_the_cpu(device, env_id):
     torch.testing.assert_close(batch["action"].cpu(), wanted)
 
 
+@of_a_gpu
 @pytest.mark.parametrize("backend", ENVS)
 def test_the_loops_by_hand_count_their_frames(device, backend):
     for name, make in contestants(ENVS[backend], LANES, LENGTH, device).items():

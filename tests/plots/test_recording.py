@@ -216,7 +216,7 @@ def by_craftax(env, states):
     pytest.param("gymnax/CartPole-v1", {}, by_gymnax, (500, 600, 3), marks=pytest.mark.needs("gymnax>=1")),
     ("jumanji/Snake-v1", {}, by_jumanji, None),
     ("navix/Navix-Empty-5x5-v0", {"observation_fn": navix.observations.rgb}, by_navix, (240, 240, 3)),
-    ("xminigrid/MiniGrid-DoorKey-5x5", {}, by_xland, None),
+    pytest.param("xminigrid/MiniGrid-DoorKey-5x5", {}, by_xland, None, marks=pytest.mark.evening),
     pytest.param("craftax/Craftax-Classic-Symbolic-v1", {}, by_craftax, (144, 144, 3),
                  marks=(pytest.mark.evening, pytest.mark.needs("craftax"))),
 ])  # fmt: skip

@@ -13,6 +13,7 @@ from funcollect.errors import PolicyError
 from tests.support import cases
 from tests.support.compare import collect
 from tests.support.envs.light_envs import Sampling
+from tests.support.running import in_soak
 
 BETA = fc.heads.from_distribution(distributions.Beta)
 MODE = fc.ExplorationType.DETERMINISTIC
@@ -88,7 +89,7 @@ class Logistic(Least):
         return tuple(self.loc.shape)
 
 
-KINDS = [("Pendulum-v1", Logistic), ("gymnax/Pendulum-v1", Logistic), ("Pendulum-v1", Least)]
+KINDS = [("Pendulum-v1", Logistic), *in_soak([("gymnax/Pendulum-v1", Logistic)]), ("Pendulum-v1", Least)]
 
 
 @pytest.mark.parametrize(("name", "kind"), KINDS)

@@ -91,6 +91,8 @@ ON_A_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 # JAX has one default device in a process, so where there is a GPU nothing runs on the CPU.
 DEVICES = [ON_A_GPU] if torch.cuda.is_available() else ["cpu", ON_A_GPU]
 each_device = pytest.mark.parametrize("device", DEVICES)
+# On the CPU other tests prove the same of every pair, such as those of paths.
+GPU_FIRST = [pytest.param(each, marks=pytest.mark.evening) if each == "cpu" else each for each in DEVICES]
 
 
 class NoReads(TorchDispatchMode):

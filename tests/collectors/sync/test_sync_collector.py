@@ -19,6 +19,7 @@ import funcollect as fc
 from funcollect.policies.random_policy import RandomPolicy
 from tests.support.compare import assert_same
 from tests.support.misuse import Rigged, raises
+from tests.support.running import in_soak
 
 
 def make(policy=None, *, name="CartPole-v1", frames_per_batch=20, num_envs=2, **options):
@@ -142,7 +143,7 @@ ON_HOST = [greedy, jax_greedy, jax_recurrent, drawing, lambda _: None]
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [*((kind, HOST) for kind in ON_HOST), (jax_greedy, IN_JAX), (jax_recurrent, IN_JAX)]
+    ("kind", "name"), [*((kind, HOST) for kind in ON_HOST), *in_soak([(jax_greedy, IN_JAX)]), (jax_recurrent, IN_JAX)]
 )
 def test_a_state_dict_through_a_file_brings_back_the_same_run(kind, name):
     source = make(kind(1.0), name=name, total_frames=100)

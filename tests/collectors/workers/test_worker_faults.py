@@ -172,8 +172,7 @@ def test_processes_of_an_environment_go_with_their_worker_if_that_is_killed():
 
 @pytest.mark.parametrize(("transport", "kind"), [
     *(("processes", kind) for kind in COLLECTORS),
-    pytest.param("ray", ASYNC, marks=pytest.mark.ray),
-    pytest.param("ray", SYNC, marks=AN_EVENING_OVER_RAY),
+    *(pytest.param("ray", kind, marks=AN_EVENING_OVER_RAY) for kind in (ASYNC, SYNC)),
 ])  # fmt: skip
 def test_workers_that_are_killed_at_random_moments(transport, kind):
     """Every batch is whole, with the latest weights; ids are used once; each lane goes on."""

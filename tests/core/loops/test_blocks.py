@@ -111,7 +111,7 @@ def test_neither_a_suite_nor_a_policy_waits_for_the_host(name, make, made_each_s
     assert loop.has_spares is not made_each_step
 
 
-BRANCHED = [("gymnax", "random", False), ("gymnax", "network", True), ("functions", "random", True)]
+BRANCHED = [("gymnax", "random", False), ("gymnax", "network", True), *in_soak([("functions", "random", True)])]
 BRANCHED += in_soak(product(NAMES, ["random"], [True, False]))
 
 
@@ -126,7 +126,7 @@ def test_data_are_those_of_the_loop_with_branches(name, kind, made_each_step, mo
     assert_same(wanted, collect(suite.env, policy, 61, 64, seed=3))
 
 
-@pytest.mark.parametrize("starts", ["fresh", "cached"])
+@pytest.mark.parametrize("starts", [*in_soak(["cached"]), "fresh"])
 def test_lanes_that_lack_spare_starts_run_again(starts, monkeypatch):
     """Episodes have two to five steps, so every block lacks starts; cached starts never run out."""
     env, policy = counting(3, starts=starts), counting_policy()
@@ -202,7 +202,7 @@ def test_a_rollout_reads_its_steps_only_if_a_value_depends_on_them(monkeypatch):
     assert seen == [10]
 
 
-@pytest.mark.parametrize("starts", ["fresh", "cached"])
+@pytest.mark.parametrize("starts", ["cached", *in_soak(["fresh"])])
 def test_a_step_that_crosses_has_no_branch_and_gives_the_same_data(starts, monkeypatch):
     env = counting(3, starts=starts)
     policy = fc.torch_policy(
@@ -239,8 +239,11 @@ class Stateless(fc.envs.JaxEnvBase):
         return fc.envs.Transition((), jax.random.uniform(key, (2,)), action * 1.0, action == 2, False)
 
 
+MADE = [*in_soak([lambda: fc.make_env("gymnax/CartPole-v1", num_envs=4)]), lambda: Stateless(4)]
+
+
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("make", [lambda: fc.make_env("gymnax/CartPole-v1", num_envs=4), lambda: Stateless(4)])
+@pytest.mark.parametrize("make", MADE)
 def test_an_interrupted_collector_goes_on_though_its_state_was_used_up(make, monkeypatch):
     with fc.SyncDataCollector(make(), None, frames_per_batch=60, seed=0) as one:  # 15 steps, which are not unrolled
         old, ids = one.state, next(one)["collector", "traj_ids"]

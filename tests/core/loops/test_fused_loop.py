@@ -19,7 +19,7 @@ from funcollect.interop import to_jax, words
 from funcollect.interop.bridge import torch_view
 from tests.support.compare import assert_same, bits, collect, compilations, fresh, leaves
 from tests.support.envs.jax_counting import counting, counting_policy, plain_loop, reset
-from tests.support.running import SCALE, once
+from tests.support.running import SCALE, in_soak, once
 
 CUTS = [1, 2, 7, 64, 126]  # of lengths that tests share, so that JAX compiles few programs
 NUM_ENVS = (None, 1, 3, 8) if SCALE > 1 else (None, 3)
@@ -124,7 +124,7 @@ def test_random_steps_end_where_they_should():
     assert batch["action"][:, :10].unique().tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("reset_when_done", [True, False])
+@pytest.mark.parametrize("reset_when_done", [True, *in_soak([False])])
 def test_no_leaf_shares_memory_and_every_leaf_can_be_written(reset_when_done):
     def apply(params, observation):
         return params * jnp.stack([observation["count"], observation["start"][:, 0] % 5, observation["count"] % 2], -1)

@@ -62,7 +62,8 @@ def answering(space):
 
 CHOICES, SEVERAL, WIDE = spaces.Discrete(3, start=2), spaces.MultiDiscrete([2, 3]), spaces.Box(-1, 1, (2, 3))
 INTEGERS, UNBOUNDED = spaces.Box(-5, 5, (2,), np.int32), spaces.Box(-np.inf, 1, (2,))
-DRAWN = [(WIDE, fc.heads.tanh_normal), (SEVERAL, fc.heads.categorical), (CHOICES, fc.heads.epsilon_greedy(0.3))]
+DRAWN = [(WIDE, fc.heads.tanh_normal)]
+DRAWN += in_soak([(SEVERAL, fc.heads.categorical), (CHOICES, fc.heads.epsilon_greedy(0.3))])
 DRAWN += in_soak([(WIDE, fc.heads.normal), (CHOICES, fc.heads.categorical)])
 DRAWN += in_soak([(space, None) for space in (CHOICES, SEVERAL, WIDE, INTEGERS, UNBOUNDED, spaces.MultiBinary(3))])
 

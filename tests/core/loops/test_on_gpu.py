@@ -10,7 +10,7 @@ from funcollect.interop.cuda_graph import CudaGraph
 from tests.envs.test_torch_vector_env import LikeIsaacLab
 from tests.support.cases import mlp
 from tests.support.compare import assert_same, collect
-from tests.support.devices import capture_on_the_cpu, each_device, forbid_waits
+from tests.support.devices import GPU_FIRST, capture_on_the_cpu, each_device, forbid_waits
 from tests.support.running import in_soak
 
 LENGTH = 20  # more than two graphs of the 8 steps that they have here
@@ -74,7 +74,7 @@ def test_steps_of_simulators_on_the_device_do_not_wait(device, monkeypatch):
     assert batch["next", "done"].any()
 
 
-@each_device
+@pytest.mark.parametrize("device", GPU_FIRST)
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_cuts_of_the_fused_loop_change_nothing(device):
     env = fc.make_env("gymnax/CartPole-v1", num_envs=64)

@@ -105,6 +105,7 @@ def test_gymnaxs_pair_has_its_own_parameters():
     assert made.default_params.gravity == 1.0
 
 
+@pytest.mark.evening
 def test_a_ruleset_may_differ_between_lanes_and_the_limit_is_of_the_parameters():
     """In XLand-MiniGrid a rule puts another tile in place of what the agent holds; here only the objects differ."""
     raw, params = xminigrid.make("XLand-MiniGrid-R1-9x9", max_steps=4)
@@ -221,7 +222,7 @@ def delivered(env):
     ("pgx/2048", ()),
     ("navix/Navix-DoorKey-5x5-v0", ()),
     ("xminigrid/XLand-MiniGrid-R4-13x13", ()),
-    pytest.param("craftax/Craftax-Symbolic-v1", (), marks=pytest.mark.needs("craftax")),
+    pytest.param("craftax/Craftax-Symbolic-v1", (), marks=(pytest.mark.evening, pytest.mark.needs("craftax"))),
     ("brax/fast", ()),
 ])  # fmt: skip
 def test_spaces_are_what_is_delivered(name, rewards):

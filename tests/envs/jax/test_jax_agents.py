@@ -146,7 +146,7 @@ def raw_step(key, state, actions):
 
 
 # "mixed" has one of each.
-@pytest.mark.parametrize("kind", [kind for kind in POLICIES if SCALE > 1 or kind not in ("jax", "torch")])
+@pytest.mark.parametrize("kind", [kind for kind in POLICIES if SCALE > 1 or kind in ("together", "recurrent")])
 def test_the_rows_are_those_of_a_raw_loop(kind):
     env = made()
     policy = POLICIES[kind](env)
@@ -179,6 +179,7 @@ def test_a_lowered_policy_acts_as_in_torch(kind):
     assert_close(collect(env, policy, *LENGTHS), collect(env, slow, *LENGTHS))
 
 
+@pytest.mark.evening
 def test_classes_and_single_lanes():
     batch = collect(made(), fc.random_policy(made()), 9)
     own = Field(num_envs=LANES)

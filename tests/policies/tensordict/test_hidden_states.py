@@ -209,7 +209,7 @@ def test_gradients_go_back_through_the_hidden_states(cartpole):
 
 
 HOSTED = ("CartPole-v1", "torch/CartPole-v1")
-WAYS = [*(("gymnax/CartPole-v1", way) for way in ("xla", "eager")), *((name, "eager") for name in HOSTED)]
+WAYS = [*(("gymnax/CartPole-v1", way) for way in ("xla", *in_soak(["eager"]))), *((name, "eager") for name in HOSTED)]
 
 
 @pytest.mark.parametrize(("name", "way"), WAYS + in_soak((name, "xla") for name in HOSTED))
