@@ -38,7 +38,7 @@ def jax_view(tensor: Tensor) -> Any:
 
 
 def follow_torch(device: Any) -> None:
-    """Let JAX's programs on a device begin after Torch's work there, which may still read memory that it has let go."""
+    """Make JAX's programs on a device wait for Torch's work there, which may still read memory that it has freed."""
     stream = _stream_of_torch(device)
     if stream and not stream.query():  # else there is nothing to wait for
         wait = compiled(follow_torch, "wait", lambda signal: signal + 1)
@@ -47,9 +47,9 @@ def follow_torch(device: Any) -> None:
 
 @contextlib.contextmanager
 def torch_followed(device: Any) -> Iterator[None]:
-    """Do what `follow_torch` does at the end of a block that makes Torch copy what programs read.
+    """Call `follow_torch` at the end of a block in which Torch copies tensors that JAX's programs read.
 
-    If Torch had nothing else to do, the host waits for the copy, which is cheaper than to let JAX's stream wait.
+    If Torch had nothing else to do, the host waits for the copy, which is cheaper than making JAX's stream wait.
     """
     stream = _stream_of_torch(device)
     idle = stream is not None and stream.query()
@@ -79,7 +79,7 @@ def argument(tensor: Tensor) -> Any:
     if tensor.is_cuda and import_jax().default_backend() == "gpu":
         return to_jax(tensor)
     tensor = tensor.cpu()
-    if tensor.dtype == torch.bfloat16:  # which NumPy has from JAX
+    if tensor.dtype == torch.bfloat16:  # a dtype that JAX adds to NumPy
         return tensor.view(torch.int16).numpy().view(import_jax().numpy.bfloat16)
     return (_narrowed("the tensor", tensor).resolve_conj() if is_wide(tensor) else tensor).numpy()
 
@@ -190,16 +190,16 @@ def _crossed(view: Callable[[Any], Any], array: Any, name: str, dtype: Any, to: 
         raise BridgeError(f"{name} is {dtype}, which did not cross to {to} ({reason}): cast it") from error
 
 
-def _kind(given: Any) -> str:
+def _kind(leaf: Any) -> str:
     """The type of a leaf, as text; a TensorDict silently wraps whatever is no tensor, such as JAX arrays."""
-    data = getattr(given, "data", None) if type(given).__name__ == "NonTensorData" else None
-    kind = type(given if data is None else data)
+    data = getattr(leaf, "data", None) if type(leaf).__name__ == "NonTensorData" else None
+    kind = type(leaf if data is None else data)
     wrapped = "" if data is None else "NonTensorData that holds "
     return f"{wrapped}{kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
 
 
 def _narrowed(name: str, tensor: Tensor) -> Tensor:
-    """Cast a tensor to the dtype that JAX has for it, if that holds every value."""
+    """Cast a tensor to the dtype that JAX has for it; BridgeError if that does not hold every value."""
     if tensor.dtype in (torch.float64, torch.complex128) and not _has_64_bits():
         half = "float()" if tensor.dtype == torch.float64 else "to(torch.complex64)"
         raise BridgeError(
@@ -220,7 +220,7 @@ def _narrowed(name: str, tensor: Tensor) -> Tensor:
 
 
 def beyond_32_bits(tensor: Tensor) -> Tensor:
-    """Whether each integer changes in JAX, which has 32 bits of it by default; None do where it has 64."""
+    """Whether each integer would change in JAX: [...] bool. None does unless JAX has 32 bits, its default."""
     if tensor.dtype not in _NARROW or _has_64_bits():
         return torch.zeros_like(tensor, dtype=torch.bool)
     _, low, high = _NARROW[tensor.dtype]
@@ -234,54 +234,54 @@ def _has_64_bits() -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """Tensors of a GPU as arguments of a compiled call, a pytree of one array [n] for each dtype; see `opened`."""
+    """GPU tensors joined to one array [n] for each dtype, a pytree for compiled calls; `opened` splits them again."""
 
     arrays: dict[str, Any]  # by dtype
-    parts: tuple[tuple[str, str, int, tuple[int, ...]], ...]  # of each tensor the name, dtype, first element, and shape
-    finish: Callable[[dict[str, Any]], dict[str, Any]]  # what traced code makes of the tensors by name
+    layout: tuple[tuple[str, str, int, tuple[int, ...]], ...]  # each tensor's name, dtype, first element, and shape
+    finish: Callable[[dict[str, Any]], dict[str, Any]]  # is applied to the tensors by name, in traced code
 
 
 def joining(
     tensors: Mapping[str, Tensor], finish: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> Callable[[Mapping[str, Tensor]], Joined]:
-    """Memory for tensors like these, on one device and of dtypes that JAX has; returns the function that copies to it.
+    """Allocate memory for tensors like these, on one device and of dtypes that JAX has; return a function to join them.
 
-    To cross costs the host a tenth of a millisecond for each array, whatever its size; to copy all of them costs a
-    quarter of that. The next copy overwrites the arrays. Programs that read them have to wait for Torch: see
-    `torch_followed`.
+    Passing an array to JAX costs the host a tenth of a millisecond, whatever its size; copying all tensors costs a
+    quarter of that. The function overwrites the arrays that it returned before. Programs that read them have to wait
+    for Torch: see `torch_followed`.
     """
     device = next(iter(tensors.values())).device
     sizes: dict[torch.dtype, int] = {}
-    parts = []
+    places = []
     for name, tensor in tensors.items():
         first = sizes.get(tensor.dtype, 0)
-        parts.append((name, str(tensor.dtype), first, tuple(tensor.shape)))
+        places.append((name, str(tensor.dtype), first, tuple(tensor.shape)))
         sizes[tensor.dtype] = first + tensor.numel()
-    with torch.inference_mode(mode=False):  # else nothing outside of that mode could write it
+    with torch.inference_mode(mode=False):  # memory made in that mode could not be written outside of it
         memory = {dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
-    own = [
+    views = [
         memory[tensor.dtype][first : first + tensor.numel()].view(shape)
-        for (_, _, first, shape), tensor in zip(parts, tensors.values(), strict=True)
+        for (_, _, first, shape), tensor in zip(places, tensors.values(), strict=True)
     ]
-    arrays, fixed = {str(dtype): jax_view(each) for dtype, each in memory.items()}, tuple(parts)
+    arrays, layout = {str(dtype): jax_view(joined) for dtype, joined in memory.items()}, tuple(places)
 
-    def copied(tensors: Mapping[str, Tensor]) -> Joined:
+    def join(tensors: Mapping[str, Tensor]) -> Joined:
         with torch.no_grad():
-            torch._foreach_copy_(own, list(tensors.values()))
-        return Joined(arrays, fixed, finish)
+            torch._foreach_copy_(views, list(tensors.values()))
+        return Joined(arrays, layout, finish)
 
-    return copied
+    return join
 
 
 def opened(tree: Any) -> Any:
-    """Trace the pytree with the tensors of each `Joined` by name. Do it outside of loops."""
+    """The pytree with each `Joined` replaced by its finished tensors, in traced code. Call it outside of loops."""
     cut = import_jax().lax.slice_in_dim
 
     def open_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, Joined):
             return leaf
         tensors = {}
-        for name, dtype, first, shape in leaf.parts:
+        for name, dtype, first, shape in leaf.layout:
             tensors[name] = cut(leaf.arrays[dtype], first, first + math.prod(shape)).reshape(shape)
         return leaf.finish(tensors)
 
@@ -289,11 +289,11 @@ def opened(tree: Any) -> Any:
 
 
 def _prepare_jax(jax: Any) -> None:
-    """Make `Joined` a pytree; and JAX raise BridgeError for a TensorDict as an argument, not take it for an array."""
+    """Register `Joined` as a pytree, and make JAX raise BridgeError for a TensorDict instead of calling it an array."""
     jax.tree_util.register_pytree_node(
         Joined,
-        lambda joined: ((joined.arrays,), (joined.parts, joined.finish)),  # the latter are what programs depend on
-        lambda fixed, arrays: Joined(*arrays, *fixed),
+        lambda joined: ((joined.arrays,), (joined.layout, joined.finish)),  # programs depend on the latter two
+        lambda static, arrays: Joined(*arrays, *static),
     )
 
     def refuse(batch: Any) -> NoReturn:

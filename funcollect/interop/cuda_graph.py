@@ -1,4 +1,4 @@
-"""Functions of tensors as CUDA graphs: the same kernels over the same memory at each call, by one launch."""
+"""Captures functions of tensors as CUDA graphs: one launch runs the same kernels over the same memory at each call."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ class CaptureError(RuntimeError):
 
 
 class CudaGraph(Generic[Output]):
-    """A function of a pytree, captured with one, which is given flat; CaptureError if that is impossible.
+    """A function of a pytree, captured with an example, its leaves and treedef; CaptureError if that is impossible.
 
-    A call copies its tensors to where the graph reads them, unless they lie there. Everything else is part of the
-    graph: other leaves, all that the function refers to, and the way that Python took. The next call overwrites the
-    result.
+    A call copies tensors to the memory that the graph reads, unless they lie there. Everything else is fixed in the
+    graph: other leaves, all that the function refers to, and the branches that Python took. The next call overwrites
+    the result.
     """
 
     def __init__(
         self, function: Callable[[Any], Output], leaves: list[Any], treedef: Any, device: torch.device
     ) -> None:
         self._function, self._treedef = function, treedef  # the graph reads the tensors that the function refers to
-        with torch.inference_mode(mode=False), torch.no_grad():  # later calls may be outside of that mode, and write
+        with torch.inference_mode(mode=False), torch.no_grad():  # so that calls outside of that mode may write them
             self._leaves = [
                 leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves
             ]
-            own = treedef.unflatten(self._leaves)
-            self._replay, self._result = capture(lambda: function(own), device)
+            tree = treedef.unflatten(self._leaves)
+            self._replay, self._result = capture(lambda: function(tree), device)
 
     def fits(self, leaves: list[Any], treedef: Any) -> bool:
-        """Whether the graph serves these: tensors like those that it was captured with, and equal others."""
-        return treedef == self._treedef and all(map(_serves, self._leaves, leaves))
+        """Whether a call may take these: tensors like the captured ones, and equal other leaves."""
+        return treedef == self._treedef and all(map(_matches, self._leaves, leaves))
 
     def __call__(self, leaves: list[Any]) -> Output:
         """The result for leaves that fit."""
         pairs = zip(self._leaves, leaves, strict=True)
-        _copy([(own, each) for own, each in pairs if own is not each and isinstance(own, Tensor)])
+        _copy([(place, leaf) for place, leaf in pairs if place is not leaf and isinstance(place, Tensor)])
         self._replay()
         return self._result
 
 
 def written(memory: Any, values: Any) -> Any:
-    """A pytree of `values`, moved to the tensors of `memory`, another one, where these are like them."""
+    """The pytree `values`, its tensors copied into those of the pytree `memory` that have the same shape and dtype."""
     places, treedef = optree.tree_flatten(memory, namespace=NAMESPACE)
     leaves, found = optree.tree_flatten(values, namespace=NAMESPACE)
     if found != treedef:
@@ -63,7 +63,7 @@ def written(memory: Any, values: Any) -> Any:
     moved: list[tuple[Tensor, Tensor]] = []
     used = {place.untyped_storage().data_ptr() for place in places if isinstance(place, Tensor)}
     for at, (place, leaf) in enumerate(zip(places, leaves, strict=True)):
-        if isinstance(place, Tensor) and place is not leaf and _serves(place, leaf):
+        if isinstance(place, Tensor) and place is not leaf and _matches(place, leaf):
             moved.append((place, leaf.clone() if leaf.untyped_storage().data_ptr() in used else leaf))
             leaves[at] = place
     _copy(moved)
@@ -71,20 +71,20 @@ def written(memory: Any, values: Any) -> Any:
 
 
 def _copy(moved: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy to the first of each pair what the second holds, by one launch for all pairs of a dtype."""
-    alike: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    """Copy the second tensor of each pair into the first, by one launch for all pairs of a dtype."""
+    by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for pair in moved:
-        alike.setdefault(pair[0].dtype, []).append(pair)
+        by_dtype.setdefault(pair[0].dtype, []).append(pair)
     with torch.no_grad():
-        for pairs in alike.values():
+        for pairs in by_dtype.values():
             places, values = map(list, zip(*pairs, strict=True))
             torch._foreach_copy_(places, values)
 
 
 def capture(function: Callable[[], Output], device: torch.device) -> tuple[Callable[[], None], Output]:
-    """Capture a call; return what makes it again, and its result, which lies in the graph's memory.
+    """Capture a call; return a function that replays it, and the result, which lies in the graph's memory.
 
-    It is called once before, apart from other work, since libraries set themselves up at their first call.
+    The function is called once before, on another stream, since libraries set themselves up at their first call.
     """
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -104,7 +104,7 @@ def capture(function: Callable[[], Output], device: torch.device) -> tuple[Calla
     return graph.replay, result
 
 
-def _serves(own: Any, other: Any) -> bool:
-    if not isinstance(own, Tensor):
-        return own is other or (type(own) is type(other) and bool(own == other))
-    return isinstance(other, Tensor) and (own.shape, own.dtype) == (other.shape, other.dtype)
+def _matches(captured: Any, leaf: Any) -> bool:
+    if not isinstance(captured, Tensor):
+        return captured is leaf or (type(captured) is type(leaf) and bool(captured == leaf))
+    return isinstance(leaf, Tensor) and (captured.shape, captured.dtype) == (leaf.shape, leaf.dtype)

@@ -17,8 +17,7 @@ from funcollect.faulty_fusions import avoid_faulty_fusions
 from funcollect.interop.memo import memo_of
 
 _WAITING: list[Callable[[Any], None]] = []
-# The settings of JAX that change numbers.
-_OF_JAX = (
+_JAX_SETTINGS = (  # that change numbers
     *("jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl"),
     *("jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion"),
 )
@@ -42,8 +41,8 @@ def notice_jax() -> None:
 def import_jax() -> Any:
     """Import JAX, set up for sharing a machine with Torch.
 
-    Until JAX makes its client, it can be kept from preallocating the whole GPU and, unless the user has imported it,
-    made to dispatch synchronously on the CPU, where calls of small networks are then cheaper.
+    Unless JAX has made its client before, it does not preallocate the whole GPU; unless the user has imported it, it
+    dispatches synchronously on the CPU, which makes calls of small networks cheaper.
     """
     first = "jax" not in sys.modules
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -60,7 +59,7 @@ def import_jax() -> Any:
 
 @contextlib.contextmanager
 def own_generator() -> Iterator[None]:
-    """JAX's default generator, with raw keys, while functions that split keys are traced, whatever is set outside."""
+    """Use JAX's default generator and raw keys while functions that split keys are traced, whatever is set outside."""
     jax = import_jax()
     with jax.default_prng_impl("threefry2x32"), jax.threefry_partitionable(True), jax.legacy_prng_key("allow"):
         yield
@@ -80,7 +79,7 @@ def tracing(function: str) -> Iterator[None]:
 
 
 def default_device_type() -> str:
-    """What Torch calls the type of the device on which JAX computes by default."""
+    """Torch's name for the type of the device on which JAX computes by default."""
     return {"gpu": "cuda"}.get(import_jax().default_backend(), "cpu")
 
 
@@ -104,18 +103,18 @@ def without_weak_types(tree: Any) -> Any:
 
 
 def compiled(
-    owner: Any, which: Hashable, function: Callable[..., Any], *, place: Any = None, **options: Any
+    owner: Any, name: Hashable, function: Callable[..., Any], *, place: Any = None, **options: Any
 ) -> Callable[..., Any]:
-    """Return `function` under `jit(**options)`, made once for an `owner` (an environment or a policy) and kept on it.
+    """Return `function` under `jit(**options)`, kept by `name` on its `owner`, an environment or a policy.
 
     `place` is the sharding of all arguments and results. Without it, JAX compiles once for arrays that are committed to
     a device and once for those that are not; and results computed from a committed array are also committed.
     """
     memo: dict[Hashable, Callable[..., Any]] = memo_of(owner)
-    if (which, place) not in memo:
+    if (name, place) not in memo:
         placed = {} if place is None else {"in_shardings": place, "out_shardings": place}
-        memo[which, place] = import_jax().jit(function, **placed, **options)
-    return memo[which, place]
+        memo[name, place] = import_jax().jit(function, **placed, **options)
+    return memo[name, place]
 
 
 class FrameworkSettings(NamedTuple):
@@ -131,7 +130,7 @@ class FrameworkSettings(NamedTuple):
         """Those of the current process."""
         values = sys.modules["jax"].config.values if "jax" in sys.modules else {}
         return cls(
-            {name: getattr(values[name], "value", values[name]) for name in _OF_JAX if name in values},
+            {name: getattr(values[name], "value", values[name]) for name in _JAX_SETTINGS if name in values},
             torch.get_default_dtype(),
             torch.get_float32_matmul_precision(),
             (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),

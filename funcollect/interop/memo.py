@@ -12,7 +12,7 @@ from typing import Any
 _LOCK = threading.Lock()
 _PLAIN = (bool, int, float, str)
 
-# A name, and what holds it: a cell of an outer function, a function for a name of its module, or an object.
+# A name and its holder: a closure cell, a function (for a global variable of its module), or an object.
 Variable = tuple[str, Any]
 
 
@@ -45,33 +45,33 @@ def memo_of(owner: Any) -> dict[Hashable, Any]:
 
 
 def variables_of(function: Any) -> list[Variable]:
-    """The variables of outer functions, and numbers, strings and arrays of its module, that `function` only reads."""
+    """The closure variables, and the global numbers, strings and arrays, that `function` reads and does not set."""
     function = getattr(function, "__func__", function)  # of a method
     if not isinstance(function, FunctionType):
         return []
-    code, space = function.__code__, function.__globals__
-    steps = list(dis.get_instructions(code))
-    own = {each.argval for each in steps if each.opname in ("STORE_DEREF", "STORE_GLOBAL")}
-    names = dict.fromkeys(each.argval for each in steps if each.opname == "LOAD_GLOBAL")
-    found = [
+    code, module_variables = function.__code__, function.__globals__
+    instructions = list(dis.get_instructions(code))
+    assigned = {step.argval for step in instructions if step.opname in ("STORE_DEREF", "STORE_GLOBAL")}
+    names = dict.fromkeys(step.argval for step in instructions if step.opname == "LOAD_GLOBAL")
+    variables = [
         *zip(code.co_freevars, function.__closure__ or (), strict=True),
-        *((name, function) for name in names if _is_value(space.get(name))),
+        *((name, function) for name in names if _is_value(module_variables.get(name))),
     ]
-    return [(name, owner) for name, owner in found if name not in own]
+    return [(name, holder) for name, holder in variables if name not in assigned]
 
 
 def set_since_use(user: Any, variables: Sequence[Variable]) -> list[str]:
-    """The names of the variables that have been set since the first call for this user."""
-    now = [_content(name, owner) for name, owner in variables]
+    """The names of the variables that have been set to another value since the first call for this user."""
+    now = [_content(name, holder) for name, holder in variables]
     before = memo_of(user).setdefault("variables", now)
     pairs = ((name, one, two) for (name, _), one, two in zip(variables, now, before, strict=True) if one is not two)
     return [name for name, one, two in pairs if type(one) is not type(two) or not isinstance(one, _PLAIN) or one != two]
 
 
-def _content(name: str, owner: Any) -> Any:
-    if isinstance(owner, FunctionType):
-        return owner.__globals__.get(name)
-    return content_of(owner) if isinstance(owner, CellType) else getattr(owner, name, None)
+def _content(name: str, holder: Any) -> Any:
+    if isinstance(holder, FunctionType):
+        return holder.__globals__.get(name)
+    return content_of(holder) if isinstance(holder, CellType) else getattr(holder, name, None)
 
 
 def content_of(cell: CellType) -> Any:

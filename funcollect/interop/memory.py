@@ -18,8 +18,8 @@ from funcollect.interop.jax_setup import import_jax
 
 _ALIGNMENT = 64  # bytes: XLA takes such memory without a copy, and Torch computes the same bits from run to run
 
-_Doubt = tuple[Tensor, Callable[[Any], bool], Callable[[], None]]  # as `complain_if` takes it
-_LATER: ContextVar[list[_Doubt] | None] = ContextVar("later", default=None)
+_Deferred = tuple[Tensor, Callable[[Any], bool], Callable[[], None]]  # the arguments of `complain_if`
+_LATER: ContextVar[list[_Deferred] | None] = ContextVar("later", default=None)
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -38,7 +38,7 @@ def fixed(value: Tensor) -> Tensor:
 
 
 class memory_for:  # noqa: N801  (used as a function; a generator function costs a microsecond more per rollout)
-    """Raise a MemoryError that says what for if a framework lacks memory in the block; `what` returns that."""
+    """Raise a MemoryError that names the result of `what`, if a framework runs out of memory in the block."""
 
     def __init__(self, what: Callable[[], str]) -> None:
         self._what = what
@@ -53,14 +53,14 @@ class memory_for:  # noqa: N801  (used as a function; a generator function costs
 
 
 def memory_error(error: RuntimeError, what: str) -> MemoryError | None:
-    """A MemoryError that names `what` and the framework that lacks memory, if that is what the error is about."""
+    """A MemoryError that names `what` and the framework that lacks memory; None if the error has another cause."""
     mend = ""
     if isinstance(error, torch.OutOfMemoryError):
         lacking, mend = "Torch", ", or keep JAX from reserving most of the GPU: set XLA_PYTHON_CLIENT_PREALLOCATE=false"
         if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0"):
             mend = ", or let JAX give back what it frees: set XLA_PYTHON_CLIENT_ALLOCATOR=platform"
         mend += " before JAX starts"
-    elif "DefaultCPUAllocator" in str(error):  # for which Torch has no class of its own
+    elif "DefaultCPUAllocator" in str(error):  # Torch has no class for this error
         lacking = "this machine"
     elif "RESOURCE_EXHAUSTED" in str(error):
         lacking = "JAX"
@@ -72,11 +72,11 @@ def memory_error(error: RuntimeError, what: str) -> MemoryError | None:
 
 
 def _holders() -> str:
-    """How much of the GPU each framework holds, as far as they tell; empty without a GPU."""
+    """How much of the GPU each framework holds, as far as they report it, as text; empty without a GPU."""
     held = {}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         held["Torch"] = torch.cuda.memory_reserved()
-    with_jax = import_jax.cache_info().currsize  # else to ask JAX could make it reserve memory now
+    with_jax = import_jax.cache_info().currsize  # otherwise the question could make JAX reserve memory now
     if with_jax and (stats := import_jax().local_devices()[0].memory_stats()):
         held["JAX"] = stats.get("pool_bytes", stats["bytes_in_use"])
     parts = [f"{name} {size / 2**30:.1f} GiB" for name, size in held.items()]
@@ -85,9 +85,9 @@ def _holders() -> str:
 
 def complain_if(number: Tensor, is_wrong: Callable[[Any], bool], complain: Callable[[], None]) -> None:
     """Call `complain`, which raises, if a tensor [] holds a wrong number: now, or at the end of `reads_together`."""
-    doubts = _LATER.get()
-    if doubts is not None:
-        doubts.append((number, is_wrong, complain))
+    deferred = _LATER.get()
+    if deferred is not None:
+        deferred.append((number, is_wrong, complain))
     elif is_wrong(number.item()):
         complain()
 
@@ -95,15 +95,15 @@ def complain_if(number: Tensor, is_wrong: Callable[[Any], bool], complain: Calla
 @contextlib.contextmanager
 def reads_together() -> Iterator[None]:
     """Read the numbers of all `complain_if` within the block at its end, by one copy if they are on one device."""
-    doubts: list[_Doubt] = []
-    token = _LATER.set(doubts)
+    deferred: list[_Deferred] = []
+    token = _LATER.set(deferred)
     try:
         yield
     finally:
         _LATER.reset(token)
-    if doubts:
-        place = next((number.device for number, *_ in doubts if number.device.type != "cpu"), None)
-        numbers = torch.stack([number.to(place, torch.float32) for number, *_ in doubts]).tolist()
-        for (_, is_wrong, complain), number in zip(doubts, numbers, strict=True):
+    if deferred:
+        place = next((number.device for number, *_ in deferred if number.device.type != "cpu"), None)
+        numbers = torch.stack([number.to(place, torch.float32) for number, *_ in deferred]).tolist()
+        for (_, is_wrong, complain), number in zip(deferred, numbers, strict=True):
             if is_wrong(number):
                 complain()

@@ -97,11 +97,11 @@ class HostEnv(EnvDescription[Literal["host"]], Protocol):
 
     @property
     def running_statistics(self) -> tuple[str, ...]:
-        """The wrappers that normalise by statistics of their own; if there are any, `evaluate` and `fork` raise."""
+        """The wrappers that normalise by their own running statistics; with any, `evaluate` and `fork` raise."""
 
     @property
     def primers(self) -> Mapping[Path, Tensor]:
-        """Initial recurrent states for policies, by key, in one lane; usually none. They are no observations."""
+        """Initial recurrent states for policies, by key, of one lane; usually empty. They are not observations."""
 
     def open(self) -> Simulators:
         """Make live simulators, which are not reset yet."""
@@ -121,7 +121,7 @@ class Simulators(Protocol):
         """Begin a step of these k lanes with the actions [k, ...], a Torch tensor or a NumPy array."""
 
     def receive(self) -> tuple[Sequence[int], Outcome]:
-        """Return the lanes of the oldest `send` that was not received yet, and the outcome of their step."""
+        """Return the lanes of the oldest `send` that has not been received yet, and the outcome of their step."""
 
     def close(self) -> None:
         """Free the simulators."""
@@ -129,7 +129,7 @@ class Simulators(Protocol):
 
 @runtime_checkable
 class PacedSimulators(Simulators, Protocol):
-    """Simulators of which some lanes may be stepped while others are still under way."""
+    """Simulators that can step some lanes while others are still under way."""
 
     @property
     def least_ready(self) -> int:
@@ -137,17 +137,17 @@ class PacedSimulators(Simulators, Protocol):
 
     @property
     def most_ahead(self) -> int:
-        """The most rows by which a lane may run ahead of a rollout, if none can wait at its end; 0 if lanes wait."""
+        """The most rows that a lane may run ahead of a rollout, if lanes cannot wait at its end; 0 if they wait."""
 
     @property
     def busy(self) -> Set[int]:
         """The lanes that are under way, or whose reset comes with a later answer."""
 
     def send_some(self, lanes: Sequence[int], action: Any, /) -> None:
-        """Begin a step of these k lanes, none of which is under way, with the actions [k, ...]."""
+        """Begin a step of these k lanes with the actions [k, ...]. None of them may be under way."""
 
     def receive_some(self, least: int, /) -> tuple[Sequence[int], Outcome]:
-        """Wait for at least so many of the lanes that are under way; return those that have answered, as `receive`."""
+        """Wait until at least `least` lanes have answered; return all that have, and their outcome, as `receive`."""
 
 
 @runtime_checkable
@@ -240,7 +240,7 @@ class RenderedEnv(Protocol):
     """A JAX environment that `funcollect.record` can film."""
 
     def renderer(self) -> AbstractContextManager[Renderer]:
-        """Open what draws, which is freed when the context ends. `params` are None unless a state has some."""
+        """Open a renderer, which is freed when the context ends. Its `params` are None unless the state has some."""
 
 
 @runtime_checkable
@@ -274,19 +274,19 @@ class DeviceSimulators(Protocol):
         """Begin an episode in each lane, and return the observations, in the structure of the space."""
 
     def step(self, action: Tensor, /) -> tuple[Transition, Any]:
-        """Step all lanes, and begin an episode where one ends; return what `TorchEnv.step` does, and the observations.
+        """Step all lanes, and begin an episode where one ends; return the transition, and the current observations.
 
-        The transition has the last observations of episodes that ended; lanes continue from the others.
+        The transition, as of `TorchEnv.step`, has the last observations of episodes that ended.
         """
 
     def restart(self, lanes: Tensor, /) -> Any:
-        """Begin an episode in the lanes of a mask bool [P]; return observations, of which their rows are read.
+        """Begin an episode in the lanes of a mask [P] bool; return observations, whose other rows are not read.
 
         The mask may be empty. It is only called if the environment has `resets_lanes`.
         """
 
     def check(self) -> None:
-        """Raise EnvError for what went wrong since the last call; it may wait for the device."""
+        """Raise EnvError for a failure since the last call; it may wait for the device."""
 
     def close(self) -> None:
         """Free the simulators."""

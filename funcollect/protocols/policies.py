@@ -33,7 +33,7 @@ class Exploration(NamedTuple):
 
 
 def traced_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of `Exploration` as float32 arrays, so that a program of JAX takes others without compiling again."""
+    """Values of `Exploration` as NumPy arrays, so that a JAX program takes new ones without compiling again."""
     arrays = {name: value.cpu().numpy() if isinstance(value, Tensor) else value for name, value in values.items()}
     return {name: np.float32(value) if isinstance(value, float) else value for name, value in arrays.items()}
 
@@ -54,7 +54,7 @@ class ActorInputs(NamedTuple):
 
     @property
     def bound(self) -> BoundParams:
-        """The parameters, and the values of `exploration` as arguments of a program of JAX."""
+        """The parameters, and the values of `exploration`, as arguments of a JAX program."""
         return self.params, traced_values(self.exploration.values)
 
     @property
@@ -64,12 +64,12 @@ class ActorInputs(NamedTuple):
 
 
 class Actor(Protocol):
-    """A policy that is bound to one rollout, or by `again` to one after the other."""
+    """A policy bound to one rollout; `again` binds it to the next one."""
 
-    reads_late: bool = False  # whether row t of `ActorInputs.noise` is read by `act(t)`, and may be written until then
+    reads_late: bool = False  # whether `act(t)` reads row t of `ActorInputs.noise`, which may be written until then
 
     def again(self, inputs: ActorInputs, /) -> bool:
-        """Begin another rollout, of other parameters, states and noise; by default False: that takes another actor."""
+        """Begin a rollout with other parameters, states and noise; False, the default, if it needs a new actor."""
         return False
 
     def running(self) -> AbstractContextManager[Any]:
@@ -103,7 +103,7 @@ class Policy(Protocol):
 
     @property
     def exploration(self) -> Mapping[str, float]:
-        """The numbers that may change during a run, by name, as they are unless a rollout is given others."""
+        """The numbers that may change during a run, by name, with the values for rollouts that give no others."""
 
     @property
     def nested(self) -> Sequence[Path]:
@@ -116,7 +116,7 @@ class Policy(Protocol):
         """The noise to draw in advance for each lane and step, or None."""
 
     def init(self, key: Key, num_envs: int, /) -> Any:
-        """The state at the start of a run, recurrent or a generator's; loops bring it to the observation's device."""
+        """The state at the start of a run, recurrent or a generator's; loops move it to the observation's device."""
 
     def prepare(self, params: Any, /) -> Any:
         """Check parameters (like `params`, a `state_dict`, or None for its own); return what the call takes."""
@@ -161,13 +161,13 @@ _POLICIES: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def follows(protocol: Any, value: Any, known: weakref.WeakSet[type]) -> bool:
-    """Whether a value has all members of a protocol. Its class is then `known`, since the test reads every member."""
+    """Whether a value has all members of a protocol. If so, its class is added to `known`: the test is slow."""
     if type(value) not in known:
         try:
             if isinstance(value, type) or not isinstance(value, protocol):
                 return False
-        except RecursionError:  # of an attribute, as of a TorchRL batch of environments that is not open
-            return False  # any other error says what is wrong with an environment or a policy
+        except RecursionError:  # raised by the attributes of a TorchRL batch of environments that is not open
+            return False  # any other error explains a fault in an environment or a policy
         known.add(type(value))
     return True
 

@@ -29,15 +29,15 @@ _WHERE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")  # 
 
 
 class LoweredProgram:
-    """The program of a module for inputs like some leaves of a tree; LoweringError if it cannot be lowered."""
+    """A module exported for inputs like the `leaves` of a tree; LoweringError if it cannot be lowered."""
 
     def __init__(self, module: nn.Module, treespec: Any, leaves: list[Tensor]) -> None:
-        answers: list[Any] = []
-        self.exported = exported = export(FlatModule(module, treespec, answers.append), leaves)
-        self.answer = answers[-1]  # the treespec of the output
+        output_specs: list[Any] = []
+        self.exported = exported = export(FlatModule(module, treespec, output_specs.append), leaves)
+        self.output_spec = output_specs[-1]  # a treespec
         self.parameters: dict[str, Any] = {}  # the placeholders of parameters and buffers, by name
-        self._inputs: list[Any] = []  # those of inputs
-        self._constants: dict[Any, Any] = {}  # the arrays of all others
+        self._inputs: list[Any] = []  # the placeholders of inputs
+        self._constants: dict[Any, Any] = {}  # the arrays of all other placeholders
         nodes = [node for node in exported.graph.nodes if node.op == "placeholder"]
         for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
             kind = spec.kind.name
@@ -61,29 +61,29 @@ class LoweredProgram:
         import_jax().eval_shape(self.run, params, [*map(like, leaves)])
 
     def layouts(self) -> dict[str, Layout]:
-        """The permutations of parameters: what is only used as a weight [out, in, *kernel] becomes [*kernel, in, out].
+        """The permutation of each parameter: one only used as a weight [out, in, *kernel] becomes [*kernel, in, out].
 
         XLA on the CPU is up to three times as fast with these.
         """
         found = {}
         for name, node in self.parameters.items():
             rank, users = node.meta["val"].ndim, node.users
-            turned = rank > 1 and users and all(_is_weight(node, user) for user in users)
-            found[name] = (*range(2, rank), 1, 0) if turned else tuple(range(rank))
+            transposed = rank > 1 and users and all(_is_weight(node, user) for user in users)
+            found[name] = (*range(2, rank), 1, 0) if transposed else tuple(range(rank))
         return found
 
     def fits(self, shapes: list[Shape]) -> bool:
-        """Whether inputs of these shapes take the way through the module that was exported."""
-        bound: dict[str, int] = {}  # the sizes that the symbols of the program take
+        """Whether inputs of these shapes take the path through the module that was exported."""
+        sizes: dict[str, int] = {}  # by symbol of the program, or by its digits for a fixed size
         for node, shape in zip(self._inputs, shapes, strict=True):
-            own = node.meta["val"].shape
-            if len(own) != len(shape):
+            exported_shape = node.meta["val"].shape
+            if len(exported_shape) != len(shape):
                 return False
-            for dimension, size in zip(map(str, own), shape, strict=True):
-                if bound.setdefault(dimension, int(dimension) if dimension.isdecimal() else size) != size:
+            for dimension, size in zip(map(str, exported_shape), shape, strict=True):
+                if sizes.setdefault(dimension, int(dimension) if dimension.isdecimal() else size) != size:
                     return False
         ranges = {str(symbol): limits for symbol, limits in self.exported.range_constraints.items()}
-        symbols = [(name, size) for name, size in bound.items() if not name.isdecimal()]
+        symbols = [(name, size) for name, size in sizes.items() if not name.isdecimal()]
         in_range = all(name in ranges and ranges[name].lower <= size <= ranges[name].upper for name, size in symbols)
         return bool(in_range) and _passes_guards(self.exported, shapes)
 
@@ -94,22 +94,22 @@ class LoweredProgram:
         known |= dict(zip(self._inputs, inputs, strict=True))
         *nodes, output = self.exported.graph.nodes
         specs = self.exported.graph_signature.output_specs
-        kept = [each for each, spec in zip(output.args[0], specs, strict=True) if spec.kind.name != "TOKEN"]
+        outputs = [node for node, spec in zip(output.args[0], specs, strict=True) if spec.kind.name != "TOKEN"]
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             for node in nodes:
                 if node.op == "call_function":
                     known[node] = _called(node, known)
-            return tuple(_looked_up(kept, known))
+            return tuple(_looked_up(outputs, known))
 
 
 def _called(node: Any, known: dict[Any, Any]) -> Any:
     """The result of a node, evaluated by its rule from the `known` values of earlier nodes, in Torch's dtype."""
     if is_check(node):
-        return None, None  # if it is an effect, a token and a result
+        return None, None  # stands for the token and the result of an effect
     arguments = _looked_up(node.args, known)
     options = {name: value for name, value in _looked_up(node.kwargs, known).items() if name not in _WHERE}
     if not isinstance(node.target, torch._ops.OpOverload):
-        return node.target(*arguments, **options)  # a function of Python's on sizes, or an item of a tuple
+        return node.target(*arguments, **options)  # a Python function on sizes, or an item of a tuple
     try:
         result = rules()[str(node.target)].evaluate(*arguments, **options)
     except Exception as error:
@@ -145,8 +145,8 @@ def _is_weight(node: Any, user: Any) -> bool:
     if str(user.target) in _TRANSPOSES:
         return bool(node.meta["val"].ndim == 2)
     rule = rules().get(str(user.target)) if isinstance(user.target, torch._ops.OpOverload) else None
-    given = [user.args[at] for at in rule.weights if at < len(user.args)] if rule else []
-    return any(each is node for argument in given for each in (argument if isinstance(argument, list) else [argument]))
+    weights = [user.args[at] for at in rule.weights if at < len(user.args)] if rule else []
+    return any(one is node for weight in weights for one in (weight if isinstance(weight, list) else [weight]))
 
 
 def _passes_guards(program: ExportedProgram, shapes: list[Shape]) -> bool:
@@ -164,7 +164,7 @@ class Lowered:
     """A Torch module, whose weights may change, as a pair of functions, `prepare` and `apply`; see `lower`.
 
     A program is exported for the example, and another one when `apply` is traced with input shapes that take another
-    way through the module (a batch of one, another rank, a branch on a size).
+    path through the module (a batch of one, another rank, a branch on a size).
     """
 
     def __init__(self, module: nn.Module, example: Any) -> None:
@@ -191,13 +191,13 @@ class Lowered:
         current ones. KeyError if one is absent; BridgeError for values that JAX cannot hold.
         """
         if params is None:
-            own = (self.module.named_parameters, self.module.named_buffers)
-            given = {name: tensor for named in own for name, tensor in named(remove_duplicate=False)}
+            registries = (self.module.named_parameters, self.module.named_buffers)
+            tensors = {name: tensor for named in registries for name, tensor in named(remove_duplicate=False)}
         else:
-            given = {".".join(path): leaf for path, leaf in flatten(params).items()}
-        if absent := [name for name in self.names if name not in given]:
+            tensors = {".".join(path): leaf for path, leaf in flatten(params).items()}
+        if absent := [name for name in self.names if name not in tensors]:
             raise KeyError(f"params lack {absent}, expected {self.names}: pass the whole state of the module")
-        laid_out = {name: given[name].detach().permute(self._layouts[name]) for name in self.names}
+        laid_out = {name: tensors[name].detach().permute(self._layouts[name]) for name in self.names}
         return to_jax(laid_out, copy=True)  # type: ignore[no-any-return]
 
     def lay_out(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class Lowered:
         return {name: jnp.copy(jnp.transpose(arrays[name], self._layouts[name])) for name in self.names}
 
     def restore(self, params: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Copy arrays that are laid out as `prepare` returns them, gradients too, into Torch's layout."""
+        """Copy arrays laid out as `prepare` returns them, such as gradients, to tensors in Torch's layout."""
         inverse = {name: _inverse(layout) for name, layout in self._layouts.items()}
         return {name: to_torch(array, copy=True).permute(inverse[name]) for name, array in params.items()}
 
@@ -218,9 +218,9 @@ class Lowered:
         """
         leaves = self._checked(inputs)
         program = self._program_for([leaf.shape for leaf in leaves])
-        turn, read = import_jax().numpy.transpose, program.parameters.keys() & params.keys()
-        turned = {name: turn(params[name], _inverse(self._layouts[name])) for name in sorted(read)}
-        return program.answer.unflatten(program.run(turned, leaves))
+        transpose, read = import_jax().numpy.transpose, program.parameters.keys() & params.keys()
+        in_torch_layout = {name: transpose(params[name], _inverse(self._layouts[name])) for name in sorted(read)}
+        return program.output_spec.unflatten(program.run(in_torch_layout, leaves))
 
     def _checked(self, inputs: tuple[Any, ...]) -> list[Any]:
         """The leaves of the inputs as JAX arrays; TypeError if structure or dtypes differ from the example's."""

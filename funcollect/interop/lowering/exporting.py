@@ -1,4 +1,4 @@
-"""Exports a Torch module as a graph of operators by `torch.export`, and refuses those without a pure function."""
+"""Exports a Torch module as a graph of operators by `torch.export`, and refuses those that are not pure functions."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from funcollect.messages import clipped
 from funcollect.tree import NAMESPACE
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal_functional", "poisson", "exponential", "geometric")
-_OF_DATA = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")  # limits of sizes and numbers
+_OF_DATA = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")  # bounds that depend on data
 _RESIZING = ("upsample_nearest1d", "upsample_nearest2d", "upsample_linear1d", "upsample_bilinear2d")
 _IMAGE = 3  # channels, height, width: sizes that a network is built for
-_SKIPPING = "torchrl/modules/tensordict_module/rnn.py"  # sets masked states to 0 only if the mask has any
+_SKIPPING = "torchrl/modules/tensordict_module/rnn.py"  # whose modules branch on whether the mask is True anywhere
 # Checks of data, which raise an error or do nothing, and return nothing; Torch may order them by tokens, as effects.
 _CHECKS = ("aten._linalg_check_errors.default", "aten._assert_async.default", "aten._assert_async.msg")
 _TORCH = f"{Path(torch.__file__).parent}/"  # Torch's folder
@@ -44,7 +44,7 @@ _MASKS = {
     nn.Transformer: "src_is_causal= and tgt_is_causal=",
     nn.TransformerDecoder: "tgt_is_causal=",
     nn.TransformerEncoder: "is_causal=",
-}  # these arguments say whether a mask is causal; without them Torch compares it with the causal one
+}  # by module, the arguments that declare a mask causal; without them Torch compares it with the causal one
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in .+\n\s*(.*)')
 _WIDE = (torch.float64, torch.complex128)
 
@@ -62,13 +62,13 @@ def _is_batch(node: Any) -> bool:
 
 
 def _with_nodes(function: Callable[[Any], Any], is_node: Callable[[Any], bool], tree: Any) -> Any:
-    """The tree with its outermost nodes for which `is_node` is True replaced by what `function` makes of them."""
+    """The tree with `function` applied to the outermost nodes for which `is_node` is True."""
     leaves, treespec = optree.tree_flatten(tree, is_leaf=is_node, namespace=NAMESPACE)
     return treespec.unflatten(function(leaf) if is_node(leaf) else leaf for leaf in leaves)
 
 
 def jax_dtype(dtype: torch.dtype) -> Any:
-    """JAX's dtype for one of Torch; under 32-bit JAX of 32 bits for integers, and a LoweringError for float64."""
+    """JAX's dtype for one of Torch. Under 32-bit JAX integers have 32 bits, and float64 raises LoweringError."""
     jax = import_jax()
     named = jax.numpy.dtype(str(dtype).removeprefix("torch."))
     held = jax.dtypes.canonicalize_dtype(named)
@@ -81,7 +81,7 @@ def jax_dtype(dtype: torch.dtype) -> Any:
 
 
 class FlatModule(nn.Module):
-    """A module as a function of flat lists of tensors; calls `note` with the treespec of its output.
+    """A module as a function from leaves to leaves; calls `note` with the treespec of its output.
 
     An attribute could not keep the treespec, because `torch.export` restores the attributes of a module.
     """
@@ -92,8 +92,8 @@ class FlatModule(nn.Module):
 
     def forward(self, *leaves: Tensor) -> tuple[Any, ...]:
         """The leaves of the module's output. It may write its outputs into shallow copies of TensorDicts."""
-        given = _with_nodes(lambda node: node.clone(False).unlock_(), _is_batch, self._treespec.unflatten(leaves))
-        answer = self.module(*given)
+        inputs = _with_nodes(lambda node: node.clone(False).unlock_(), _is_batch, self._treespec.unflatten(leaves))
+        answer = self.module(*inputs)
         if isinstance(self.module, TensorDictModuleBase):
             answer = answer.select(*self.module.out_keys)
         found, treespec = leaves_of(plain(answer))
@@ -103,13 +103,13 @@ class FlatModule(nn.Module):
 
 def export(flat: FlatModule, leaves: list[Tensor]) -> ExportedProgram:
     """The program for inputs like these, of covered operators, with open sizes; LoweringError if that is impossible."""
-    operators = len(torch._C._dispatch_get_all_op_names())  # more once a library is imported that has its own
+    operators = len(torch._C._dispatch_get_all_op_names())  # imported libraries may add some
     table, name = _decompositions(operators), type(flat.module).__name__
     sizes = {"leaves": tuple(map(_open_sizes, leaves))}
     try:
         with _quietly(), _lstm_states(), torch.enable_grad(), _NoShortcuts():
             program = torch.export.export(flat, tuple(leaves), dynamic_shapes=sizes, strict=False)
-            if not all(map(_is_covered, program.graph.nodes)):  # else this takes twice as long, and changes nothing
+            if not all(map(_is_covered, program.graph.nodes)):  # otherwise it would change nothing, and double the time
                 _detach_without_grad(program)
                 program = program.run_decompositions(table)
     except Exception as error:
@@ -120,14 +120,14 @@ def export(flat: FlatModule, leaves: list[Tensor]) -> ExportedProgram:
 
 
 def _open_sizes(leaf: Tensor) -> dict[int, Any]:
-    """Leave every dimension open except those of images, and those of size 1, which Torch takes to be fixed."""
+    """Leave every dimension open except those of images, and those of size 1, which Torch fixes."""
     last = leaf.ndim if leaf.ndim <= _IMAGE else leaf.ndim - _IMAGE
     return {i: Dim.AUTO for i in range(last) if leaf.shape[i] > 1}
 
 
 @lru_cache(maxsize=1)
 def _decompositions(operators: int) -> dict[Any, Callable[..., Any]]:
-    """Torch's decompositions, also for resizing images, of operators without a rule; making them takes a while."""
+    """Torch's decompositions of operators without a rule. That is slow, and cached for a number of operators."""
     table = torch.export.default_decompositions()
     table.update(get_decompositions([getattr(torch.ops.aten, name) for name in _RESIZING]))  # type: ignore[no-untyped-call]
     return {target: function for target, function in table.items() if str(target) not in rules()}  # type: ignore[no-untyped-call]
@@ -204,21 +204,21 @@ def _detach_without_grad(exported: ExportedProgram) -> None:
 
 
 def _is_covered(node: Any) -> bool:
-    """Whether a node of an export is what decompositions would leave: no operator that writes, or without a rule."""
+    """Whether decompositions would leave a node of an export as it is: its operator has a rule, and writes nothing."""
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target) in rules() and not node.target._schema.is_mutable
     return not isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def is_check(node: Any) -> bool:
-    """Whether a node is a check of data, which is left out, by itself or with a token that orders it."""
+    """Whether a node is a check of data, which is omitted; it may be wrapped with a token that orders it."""
     ordered = node.target is torch.ops.higher_order.with_effects  # called with (token, operator, ...)
     return str(node.args[1] if ordered else node.target) in _CHECKS
 
 
 def _faults(program: ExportedProgram) -> Iterator[str]:
     for spec in program.graph_signature.output_specs:
-        if spec.kind.name not in ("USER_OUTPUT", "LOSS_OUTPUT", "TOKEN"):  # an effect, which has a token, is below
+        if spec.kind.name not in ("USER_OUTPUT", "LOSS_OUTPUT", "TOKEN"):  # effects, which have tokens, follow below
             what = spec.kind.name.removesuffix("_MUTATION").replace("_", " ").lower()
             yield (
                 f"its forward writes the {what} {(spec.target or '').removeprefix('module.')!r}, and a function of "
@@ -226,27 +226,27 @@ def _faults(program: ExportedProgram) -> Iterator[str]:
                 "as a state"
             )
             return
-    for node in (each for each in program.graph.nodes if not is_check(each)):
-        found = None
+    for node in (node for node in program.graph.nodes if not is_check(node)):
+        fault = None  # the reason and the fix
         if isinstance(node.target, torch._ops.OpOverload):
-            found = _refusal(str(node.target), node) or _unlike(str(node.target), node)
+            fault = _refusal(str(node.target), node) or _dtype_fault(str(node.target), node)
         elif node.target is torch.ops.higher_order.with_effects:
-            found = f"{node.args[1]} has a side effect", ": do that outside of the module"
+            fault = f"{node.args[1]} has a side effect", ": do that outside of the module"
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
-            found = f"there is no rule for {node.target}", ": call it outside of the module, or write it as arrays"
-        if found is not None:
-            yield f"{found[0]}, at {place_of(node)}{found[1]}"
+            fault = f"there is no rule for {node.target}", ": call it outside of the module, or write it as arrays"
+        if fault is not None:
+            yield f"{fault[0]}, at {place_of(node)}{fault[1]}"
 
 
 def _refusal(name: str, node: Any) -> tuple[str, str] | None:
-    """Why an ATen operator is refused (shapes that depend on data, random numbers, no rule) and what to do, or None."""
+    """Why an ATen operator is refused (shapes that depend on data, random numbers, no rule) and the fix, or None."""
     kind = name.split(".")[1]
     if kind in _OF_DATA:
         return None  # the operator that gives the size or the number is refused instead
     value, fixed = node.meta.get("val"), ": use operations of a fixed shape, such as torch.where"
     if kind == "_local_scalar_dense":
         return f"{name} reads a number out of a tensor", fixed
-    if isinstance(value, Tensor) and any(str(size).startswith("u") for size in value.shape):  # sizes made of data
+    if isinstance(value, Tensor) and any(str(size).startswith("u") for size in value.shape):  # as Torch names them
         return f"{name} has an output whose shape depends on data", fixed
     if any(part in kind for part in _RANDOM):
         mend = ": call module.eval() first if that is dropout or noise of training, or take the noise as an input"
@@ -256,8 +256,8 @@ def _refusal(name: str, node: Any) -> tuple[str, str] | None:
     return None
 
 
-def _unlike(name: str, node: Any) -> tuple[str, str] | None:
-    """Why the dtypes of an ATen operator are refused, which 32-bit JAX would round or view as others, or None."""
+def _dtype_fault(name: str, node: Any) -> tuple[str, str] | None:
+    """Why an ATen operator's dtypes are refused (32-bit JAX would round or misread them) and the fix, or None."""
     try:
         for value in leaves_of(node.meta.get("val"))[0]:
             if isinstance(value, Tensor):
@@ -307,7 +307,7 @@ def _line(frames: list[tuple[str, str, str]]) -> str:
 
 
 def _unknown_mask(error: BaseException) -> str | None:
-    """The arguments that a transformer lacks, if the error was raised while Torch looked whether a mask is causal."""
+    """The arguments that a transformer lacks, if Torch raised the error while it compared a mask to the causal one."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not any(frame.f_code.co_name == "_detect_is_causal_mask" for frame in frames):
         return None
