@@ -19,7 +19,7 @@ class Rule(NamedTuple):
     """How one operator is evaluated."""
 
     evaluate: Callable[..., Any]
-    weights: tuple[int, ...] = ()  # the positions of arguments that are weights, for which parameters are laid out
+    weights: tuple[int, ...] = ()  # the positions of arguments that are weights, whose parameters are transposed
     family: str = ""  # the module of this folder that has the rule
 
 

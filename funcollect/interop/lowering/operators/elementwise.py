@@ -36,13 +36,13 @@ _OF_FLOATS = {
 
 
 def _single(x: Any) -> Any:
-    """Convert halves to single precision: Torch computes with them and a number in it, and rounds once."""
+    """Convert halves to single precision: Torch computes halves and a number in it, and rounds once."""
     half = getattr(x, "dtype", None) in (jnp.bfloat16, jnp.float16)
     return x.astype(jnp.float32) if half else x
 
 
 def _scaled(alpha: Any, y: Any) -> Any:
-    """Return a multiple of `y` by a number, which Torch takes in the dtype of `y`."""
+    """Return ``alpha * y``; Torch rounds the number `alpha` to the dtype of `y`."""
     single = _single(y)
     return alpha * y if single is y else jnp.asarray(alpha, y.dtype).astype(jnp.float32) * single
 
@@ -57,7 +57,7 @@ def _with_floats(function: Any) -> Any:
 
 
 def sign(x: Any) -> Any:
-    """Of NaN and of -0.0 it is 0; of a complex number the one of absolute value 1 in its direction."""
+    """0 for NaN and -0.0; for a complex number, the number of absolute value 1 in its direction."""
     if jnp.iscomplexobj(x):
         size = jnp.abs(x)
         return x / jnp.where(size > 0, size, 1)
@@ -95,7 +95,7 @@ def clamp(x: Any, low: Any = None, high: Any = None) -> Any:
 
 
 def lerp(start: Any, end: Any, weight: Any) -> Any:
-    """Computed from the nearer of two points, as infinite ends require."""
+    """Computed from the nearer of the two ends, since they may be infinite."""
     start, end, weight = _single(start), _single(end), _single(weight)
     way = end - start
     return jnp.where(jnp.abs(weight) < 0.5, start + weight * way, end - way * (1 - weight))

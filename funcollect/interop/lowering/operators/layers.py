@@ -68,13 +68,13 @@ def _channels_last(x: Any, weight: Any, stride: Any, pads: Any, spread: Any, dil
 
 
 def _each(given: Any, rank: int) -> list[int]:
-    """One number for each dimension, from one for all, one each, or none at all."""
+    """One number for each dimension, from a number for all, a sequence of one or of `rank` numbers, or an empty one."""
     values = list(given) if isinstance(given, Sequence) else [given]
     return values * rank if len(values) == 1 else values
 
 
 def _pads(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> tuple[int, int]:
-    """The padding before and behind, such that as many windows fit as Torch has."""
+    """The padding before and after, so that as many windows fit as in Torch."""
     reach = dilation * (kernel - 1) + 1
     room = size + 2 * padding - reach
     windows = (-(-room // stride) if ceil else room // stride) + 1
@@ -136,7 +136,7 @@ def _avg_pool(
     summed = total(x, pads)
     if divisor_override or (count_include_pad and not any(padding) and not ceil_mode):
         return summed / (divisor_override or math.prod(kernel))
-    counted = jnp.ones(x.shape[-rank:], x.dtype)  # padding counts if asked for; what lies beyond it never does
+    counted = jnp.ones(x.shape[-rank:], x.dtype)  # padding counts if asked for; positions beyond it never do
     if count_include_pad:
         counted = jnp.pad(counted, [(p, p) for p in padding], constant_values=1)
         pads = [(0, max(0, behind - p)) for (_, behind), p in zip(pads, padding, strict=True)]
@@ -159,7 +159,7 @@ def _adaptive_pool(function: Operation, rank: int, x: Any, output_size: Any) -> 
 
 
 def _with_indices(pool: Operation) -> Operation:
-    """Return a rule for an operator that also returns the places of the values: they are not computed."""
+    """A rule for an operator that also returns the indices of the values, which are not computed."""
     return lambda *arguments: (pool(*arguments), None)
 
 
@@ -189,8 +189,8 @@ def _hidden(state: Any) -> Any:
 
 
 def _step(cell: Cell, x: Any, state: Any, w_in: Any, w_hid: Any, b_in: Any = None, b_hid: Any = None) -> Any:
-    """The state after one step of a cell, from an input [B, in] and a state [B, hidden], or two of an LSTM."""
-    state = tuple(state) if isinstance(state, list) else state  # of an LSTM
+    """The state after one step of a cell, from an input [B, in] and a state [B, hidden], of an LSTM a pair of these."""
+    state = tuple(state) if isinstance(state, list) else state
     return cell(linear(x, w_in, b_in), linear(_hidden(state), w_hid, b_hid), state)
 
 
@@ -224,7 +224,7 @@ def _layers(
     both_ways: bool,
     batch_first: bool,
 ) -> tuple[Any, ...]:
-    """Layers over time: the outputs, and the last states, stacked over layers and directions."""
+    """Layers over time. Returns the outputs, and the last states stacked over layers and directions."""
     if train and dropout and layers > 1:
         raise ValueError("it drops activations between its layers in training mode: call module.eval() first")
     swapped = batch_first and x.ndim == 3
@@ -257,13 +257,13 @@ _CUBIC = -0.75  # the free parameter of the cubic kernel, as Torch has it
 
 
 def _clipped(at: Any, size: int) -> Any:
-    """Clip to the image; on its border and beyond the gradient is 0, and NaN becomes 0."""
+    """Clip a position to the image. The gradient is 0 on the border and beyond, and NaN becomes 0."""
     inside = (at > 0) & (at < size - 1)
     return jnp.where(inside, at, jax.lax.stop_gradient(jnp.where(at > 0, jnp.minimum(at, size - 1.0), 0.0)))
 
 
 def _reflected(at: Any, size: int, align_corners: bool) -> Any:
-    """Reflect at the borders, as often as necessary."""
+    """Reflect a position at the borders until it lies in the image."""
     low, span = (0.0, size - 1.0) if align_corners else (-0.5, float(size))
     if not span:
         return jnp.zeros_like(at)

@@ -73,12 +73,12 @@ def _adjoint(x: Any) -> Any:
     return jnp.conj(x.mT)
 
 
-_hermitian = jax.custom_jvp(lambda x: x)  # of a matrix whose one triangle is read, Torch's gradient is symmetric
+_hermitian = jax.custom_jvp(lambda x: x)  # where only one triangle is read, Torch still gives a symmetric gradient
 _hermitian.defjvp(lambda primals, tangents: (primals[0], (tangents[0] + _adjoint(tangents[0])) / 2))
 
 
 def _first(failed: Any) -> Any:
-    """LAPACK's report [..., n] -> [...]: the first index, counted from 1, at which a condition holds, or 0 for none."""
+    """LAPACK's error code [...] from `failed` [..., n]: the first index that is True, counted from 1, or 0 for none."""
     if not failed.shape[-1]:
         return jnp.zeros(failed.shape[:-1], jnp.int32)
     return jnp.where(failed.any(-1), failed.argmax(-1) + 1, 0)

@@ -22,7 +22,7 @@ def axes_of(dim: Any) -> Any:
 
 
 def in_dtype(x: Any, dtype: Any) -> Any:
-    """`x` in the dtype of a call, if there is one."""
+    """`x` cast to `dtype`, if it is given."""
     return x if dtype is None else x.astype(dtype)
 
 
@@ -41,7 +41,7 @@ def _reduction(function: Operation) -> Operation:
 
 
 def _picking(places: Operation) -> Operation:
-    """A rule for the values at one place [..., 1, ...] along a dimension, which get all the gradient, and for it."""
+    """A rule that returns values and their places along a dimension, one per row; these values get all the gradient."""
 
     def rule(x: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
         if not x.ndim:
@@ -116,7 +116,7 @@ def _shared_jvp(primals: Any, tangents: Any) -> Any:
     return value, jnp.where(same, tangents[1], 0).sum() / same.sum()
 
 
-_shared = jax.custom_jvp(lambda value, x: value)  # a value of an array: all elements that equal it share its gradient
+_shared = jax.custom_jvp(lambda value, x: value)  # a value in an array: all elements that equal it share its gradient
 _shared.defjvp(_shared_jvp)
 
 
@@ -132,7 +132,7 @@ def _of_all(places: Operation) -> Operation:
 
 
 def _mode(x: Any, dim: int) -> Any:
-    """The last place of the most frequent value, of equally frequent ones of the smallest."""
+    """The last place of the most frequent value; among equally frequent values, of the smallest."""
     moved = lax.stop_gradient(jnp.moveaxis(x, dim, -1))
     same = moved[..., :, None] == moved[..., None, :]
     counts = same.sum(-1)
@@ -143,7 +143,7 @@ def _mode(x: Any, dim: int) -> Any:
 
 
 def _running(further: Operation) -> Operation:
-    """Return a scan for the running extreme and its place: the last of equal values, and NaN once there was one."""
+    """Return a scan for the running extreme and its place: the last of equal values, and NaN from the first NaN on."""
 
     def scan(x: Any, dim: int) -> Any:
         if not x.ndim:
@@ -173,7 +173,7 @@ def by_channel(vector: Any, x: Any) -> Any:
 
 
 def _standard(x: Any, axes: Any, eps: float) -> tuple[Any, Any, Any]:
-    """`x` with mean 0 and variance 1 over the axes, its mean, and one over its deviation."""
+    """`x` normalised to mean 0 and variance 1 over the axes, its mean, and the reciprocal of its deviation."""
     mean = x.mean(axes, keepdims=True)
     scale = lax.rsqrt(jnp.square(x - mean).mean(axes, keepdims=True) + eps)
     return (x - mean) * scale, mean, scale

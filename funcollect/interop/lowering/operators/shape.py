@@ -31,7 +31,7 @@ def unfold(x: Any, dim: int, size: int, step: int) -> Any:
 
 
 def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
-    """Empty vectors are skipped, as in Torch."""
+    """Skip empty vectors, as Torch does."""
     return jnp.concatenate([x for x in tensors if x.shape != (0,)] or tensors, dim)
 
 
@@ -53,7 +53,7 @@ def slice_(x: Any, dim: int = 0, start: int | None = None, end: int | None = Non
 
 
 def to_copy(x: Any, dtype: Any = None) -> Any:
-    """A cast as Torch's: towards zero to integers, the real part of complex numbers."""
+    """Cast as Torch does: integers round towards zero, and of complex numbers the real part is kept."""
     if dtype is None:
         return x
     if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
@@ -149,7 +149,7 @@ def scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, *, inclu
 
 
 def _slices(x: Any, dim: int, at: Any, src: Any, reduce: str = "set") -> Any:
-    """`x` with slices along one axis written, or combined with its own; a number selects one slice."""
+    """`x` with slices along one axis set to those of `src`, or combined with them; a number `at` selects one slice."""
     moved = jnp.moveaxis(src, dim, 0) if src.ndim == x.ndim else src
     return jnp.moveaxis(getattr(jnp.moveaxis(x, dim, 0).at[at], reduce)(moved), 0, dim)
 
@@ -192,7 +192,7 @@ TABLE: Table = {
     "tril": jnp.tril,
     "triu": jnp.triu,
     "diagonal": jnp.diagonal,
-    "constant_pad_nd": lambda x, pad, value=0: lax.pad(  # negative widths, which `jnp.pad` does not take, cut
+    "constant_pad_nd": lambda x, pad, value=0: lax.pad(  # unlike `jnp.pad`, it takes negative widths, which cut
         x, jnp.asarray(value, x.dtype), [(*width, 0) for width in _widths(x, pad)]
     ),
     "reflection_pad1d reflection_pad2d reflection_pad3d": lambda x, pad: jnp.pad(x, _widths(x, pad), "reflect"),
