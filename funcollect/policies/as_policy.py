@@ -41,8 +41,8 @@ _FILE = "entry_points.txt"
 def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -> Policy:
     """The policy that a collector over `env` runs, on `device` or where it is.
 
-    It is made of a `Policy`; None for random actions; a `TensorDictModule`, or a callable with one argument that is
-    named ``tensordict`` or ``td`` or annotated as a TensorDict; any other module or function from observation to
+    `policy` is a `Policy`; None for random actions; a `TensorDictModule`, or a callable with one argument that is
+    named ``tensordict`` or ``td`` or annotated as a TensorDict; or any other module or function from observation to
     action. For a Dict space it may take the keys as arguments, by their names or all in their order.
 
     TypeError for a policy that cannot be called, or takes other arguments; ValueError for a device that does not exist,
@@ -52,8 +52,8 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
     if isinstance(policy, type):
         raise TypeError(f"policy is the class {policy.__name__}, expected an instance: build it, {policy.__name__}()")
     kind = type(policy)
-    theirs = kind.__name__ == "RandomPolicy" and kind.__module__.startswith("torchrl")
-    if policy is None or (theirs and policy.action_spec is None):  # which has got no spec yet
+    of_torchrl = kind.__name__ == "RandomPolicy" and kind.__module__.startswith("torchrl")
+    if policy is None or (of_torchrl and policy.action_spec is None):  # a collector has to give it the spec
         return RandomPolicy(env.action_spec)
     if isinstance(policy, TorchPolicy) and place is not None and policy.run_device not in (None, place):
         return policy.on(place)
@@ -69,20 +69,20 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
         parameters = list(signature.parameters.values())
     except (TypeError, ValueError):
         parameters = []  # they cannot be inspected
-    required = [each for each in parameters if each.default is each.empty and each.kind != each.VAR_KEYWORD]
+    required = [one for one in parameters if one.default is one.empty and one.kind != one.VAR_KEYWORD]
     if isinstance(policy, TensorDictModuleBase) or (len(required) == 1 and _is_tensordict(required[0])):
         return _on_tensordict(policy, env, place)
     keys, wanted = [], "one argument, the observation (a recurrent policy: funcollect.torch_policy with initial_state=)"
     if isinstance(env.observation_space, spaces.Dict):
-        every = [*env.observation_space.spaces]
-        keys = _keys_of_arguments(every, parameters, [each.name for each in required])
-        wanted += f", or one for each of some of its keys {every}, by their names"
+        all_keys = [*env.observation_space.spaces]
+        keys = _keys_of_arguments(all_keys, parameters, [parameter.name for parameter in required])
+        wanted += f", or one for each of some of its keys {all_keys}, by their names"
     check_call("policy", policy, wanted, len(keys) or 1)
     return TorchPolicy(policy, None, None, place, keys=keys)
 
 
 def _on_tensordict(policy: Any, env: Env, place: torch.device | None) -> TensorDictPolicy:
-    """A policy on a TensorDict. Its hidden states begin as its own primers say, else the environment's, or at zero."""
+    """A policy on a TensorDict. Its hidden states start as in its own primers, else the environment's, else at zero."""
     observation = {leaf.path: torch.from_numpy(np.zeros(leaf.shape, leaf.dtype)) for leaf in env.observation_leaves}
     primers = env.primers if env.backend == "host" else None
     hidden_states = initial_hidden_states(policy, None, primers, observation)
@@ -96,9 +96,9 @@ def _on_tensordict(policy: Any, env: Env, place: torch.device | None) -> TensorD
 
 def _keys_of_arguments(keys: list[str], parameters: list[inspect.Parameter], required: list[str]) -> list[str]:
     """The keys that a policy takes as arguments, as in TorchRL: those it names, else all of them; [] for one dict."""
-    named = [each.name for each in parameters if each.name in keys]
+    named = [parameter.name for parameter in parameters if parameter.name in keys]
     if named and set(required) <= set(keys):
-        if [each.name for each in parameters if each.kind != each.KEYWORD_ONLY][: len(named)] != named:
+        if [one.name for one in parameters if one.kind != one.KEYWORD_ONLY][: len(named)] != named:
             raise TypeError(
                 f"the policy's arguments {named} are keys of the observation, which are passed by position, expected "
                 "them before all others and not keyword-only: reorder its arguments"
@@ -160,9 +160,8 @@ def offered_policies() -> dict[str, PolicyPlugin]:
     ['mlp', 'random']
     """
     offers = [*_BUILT_IN, *sorted(_installed(), key=attrgetter("name"))]
-    taken = Counter(plugin.name for plugin in offers)
-    plain = (not plugin.package or taken[plugin.name] == 1 for plugin in offers)
-    return {plugin.name if short else plugin.address: plugin for plugin, short in zip(offers, plain, strict=True)}
+    uses = Counter(plugin.name for plugin in offers)
+    return {plugin.address if plugin.package and uses[plugin.name] > 1 else plugin.name: plugin for plugin in offers}
 
 
 def _installed() -> Iterator[PolicyPlugin]:
@@ -173,7 +172,7 @@ def _installed() -> Iterator[PolicyPlugin]:
             continue
         name, version = package.name or "unnamed", package.version or "?"
         if (same := _canonical(f"{name}:")) in seen:
-            continue  # an earlier folder hides it
+            continue  # hidden by an earlier folder on `sys.path`
         seen.add(same)
         try:
             entries = package.entry_points.select(group=GROUP)
@@ -184,7 +183,7 @@ def _installed() -> Iterator[PolicyPlugin]:
 
 
 def _canonical(address: str) -> str:
-    """An address with the package's name normalised, as package indices compare it."""
+    """An address with the package's name normalised, as package indices normalise it."""
     package, _, name = address.rpartition(":")
     return f"{re.sub(r'[-_.]+', '-', package).lower()}:{name}"
 
@@ -214,7 +213,7 @@ class PolicyPlugin:
         if self.fault:
             raise self._broken(self.fault)
         if self.package:
-            import_jax()  # before the package does, which would leave JAX without the library's settings
+            import_jax()  # so that JAX has the library's settings before the package imports it
         with self._working("imported"):
             factory: Callable[..., Any] = EntryPoint(self.name, self.source, GROUP).load()
         what = f"is {shown(factory)}"
@@ -255,7 +254,7 @@ class PolicyPlugin:
     def _working(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (Exception, SystemExit) as error:  # of the package's own code
+        except (Exception, SystemExit) as error:  # raised by the package's code
             raise self._broken(f"cannot be {what}: {_message(error)}") from error
 
     def _broken(self, what: str) -> PluginError:

@@ -113,7 +113,7 @@ class HeadedPolicy(PolicyBase):
     initial_state: Any = None  # the recurrent state of one environment at the start of an episode
 
     def take_over(self, policy: HeadedPolicy, **changed: Any) -> None:
-        """Begin as `policy`, with other attributes, such as the function that calls its own."""
+        """Take all attributes of `policy` but its memo, with those in `changed` replaced."""
         vars(self).update({name: value for name, value in vars(policy).items() if name != "_memo"} | changed)
 
     @property
@@ -132,18 +132,18 @@ class HeadedPolicy(PolicyBase):
 
 
 class ProtocolActor(Actor):
-    """Calls a policy at every step, or `call`, from its state, an observation and the step to next state and outputs.
+    """Calls a policy at every step; or ``call(state, observation, t)``, which returns the next state and the outputs.
 
-    For a policy in JAX, observations that are tensors cross by DLPack, each way. That orders a reader after the writer,
-    so the environment's next step may write the observation's memory.
+    For a policy in JAX, tensors cross by DLPack, observations to JAX and outputs back. DLPack orders a reader after the
+    writer, so the environment's next step may write the observation's memory.
     """
 
     def __init__(self, policy: Policy, inputs: ActorInputs, call: Callable[..., Any] | None = None) -> None:
         self._policy, self._inputs, self._call = policy, inputs, call or self._called
         self._in_jax, self._device = policy.backend == "jax", device_of(inputs.observation)
-        given, noise = (inputs.policy_state, inputs.initial_state), inputs.noise
+        states, noise = (inputs.policy_state, inputs.initial_state), inputs.noise
         stays = self._in_jax or self._device.type == "cpu"
-        self._state, self._initial = given if stays else moved(given, self._device)
+        self._state, self._initial = states if stays else moved(states, self._device)
         self._noise = iter(noise.numpy()) if self._in_jax and noise is not None else rows_of(noise, self._device)
         tensors = optree.tree_leaves(inputs.observation, namespace=NAMESPACE)
         self._crosses = self._in_jax and any(isinstance(leaf, Tensor) for leaf in tensors)
@@ -171,12 +171,12 @@ class ProtocolActor(Actor):
         action = outputs["action"]
         if t == 0 or getattr(action, "shape", None) != self._wanted:
             check_action(action, self._inputs.spec, self._inputs.num_envs)
-        extras = self._recorder.ordered(t, {name: each for name, each in outputs.items() if name != "action"})
+        extras = self._recorder.ordered(t, {name: output for name, output in outputs.items() if name != "action"})
         recorded = tuple(map(self._as_tensor, (action, *extras)))
         self._recorder.append(recorded)
         if not self._crosses:
             return action
-        self._held = (observation, outputs)  # until the next call is under way
+        self._held = (observation, outputs)  # keeps their memory alive until the next call is under way
         return recorded[0]
 
     @override
@@ -208,7 +208,7 @@ def check_policy(policy: Any) -> None:
 
 
 def split_call(answer: Any) -> tuple[Any, Mapping[str, Any]]:
-    """What a policy's call returned: its state, and its outputs, with an action; else PolicyError."""
+    """The state and the outputs that a policy's call returned; PolicyError for another answer, or without an action."""
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
         raise PolicyError(
             f"the policy's call returned {form(answer)}, expected the pair (policy_state, outputs): return both"
@@ -218,7 +218,10 @@ def split_call(answer: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def split_answer(answer: Any, head: Head | None) -> tuple[Any, Mapping[str, Any]]:
-    """What a head reads in a policy's answer (without a head: the action), and extras to record; else PolicyError."""
+    """Split a policy's answer into the head's parameters (without a head: the action) and the extras to record.
+
+    PolicyError for keys that lack one of these, or that a batch uses itself.
+    """
     if not isinstance(answer, Mapping):
         return answer, {}
     names = ("action",) if head is None else head.names
@@ -226,12 +229,12 @@ def split_answer(answer: Any, head: Head | None) -> tuple[Any, Mapping[str, Any]
         mend = "return the action, or a dict that holds it" if head is None else f"the head {head.name} reads them"
         got = sorted(map(str, answer))
         raise PolicyError(f"the policy returned the keys {got}, expected {list(names)} among them: {mend}")
-    parts = tuple(answer[name] for name in names)
+    values = tuple(answer[name] for name in names)
     extras = {name: value for name, value in answer.items() if head is not None or name != "action"}
-    own = RESERVED if head is not None else RESERVED - {"action_log_prob"}
-    if taken := sorted(own & set(extras)):
+    reserved = RESERVED if head is not None else RESERVED - {"action_log_prob"}
+    if taken := sorted(reserved & set(extras)):
         raise PolicyError(f"the policy returned {taken}, keys that a batch uses itself: rename them")
-    return parts if len(parts) > 1 else parts[0], extras
+    return values if len(values) > 1 else values[0], extras
 
 
 def split_recurrent(answer: Any, before: Any) -> tuple[Any, Any]:
@@ -256,22 +259,22 @@ def recurrent_names(leaves: Sequence[Any]) -> list[str]:
 
 
 class Recorder:
-    """Records the outputs of every step, and stacks them 64 steps at a time: many live tensors slow Python down.
+    """Records the outputs of every step, and stacks them 64 steps at a time, since many live tensors slow Python down.
 
-    They are copied, which costs a dispatch, only with `always_copy`, or if the first two steps show memory that the
-    policy writes again, or a view of its input.
+    To copy an output costs a dispatch. So they are only copied with `always_copy`, or if the second step's outputs use
+    the memory of the first step's or of the observation.
     """
 
     def __init__(self, observation: Any, length: int, *, always_copy: bool = False) -> None:
         self._observation, self._always_copy, self._length = observation, always_copy, length
-        self.names: list[str] | None = None  # of the extra outputs, once there were any
-        self._first: tuple[Tensor, ...] = ()
-        self._held: list[tuple[Tensor, ...]] = []
-        self._written, self._copying = 0, True
+        self.names: list[str] | None = None  # of the extra outputs, from the first call of `ordered` on
+        self._first: tuple[Tensor, ...] = ()  # the outputs of the first step, not copied
+        self._held: list[tuple[Tensor, ...]] = []  # the outputs of the latest steps, not stacked yet
+        self._written, self._copying = 0, True  # the number of stacked steps; whether outputs are copied
         self._columns: list[Tensor] = []
 
     def ordered(self, t: int, extras: Mapping[str, Any]) -> list[Any]:
-        """The extra outputs of step `t` in the order of their names, which the first ones fix."""
+        """The extra outputs of step `t` in the order of their names; PolicyError if these change in a rollout."""
         names = sorted(extras)
         if self.names is None:
             self.names = names
@@ -284,13 +287,13 @@ class Recorder:
     def append(self, tensors: tuple[Tensor, ...]) -> None:
         """Record one step."""
         if self._copying:
-            tensors = self._own(tensors)
+            tensors = self._copied(tensors)
         self._held.append(tensors)
         if len(self._held) == _HELD_STEPS:
             self._write()
 
-    def _own(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Copies of one of the first steps' outputs. The second step decides whether later ones are also copied."""
+    def _copied(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Copies of the outputs of one step. The second step decides whether later ones are copied as well."""
         if not self._first:
             self._first = tensors
         elif self._written + len(self._held) == 1:
@@ -307,10 +310,10 @@ class Recorder:
             for column, parts in zip(self._columns, zip(*self._held, strict=True), strict=True):
                 torch.stack(parts, out=column[start : self._written])
         except (RuntimeError, TypeError, ValueError) as error:
-            raise self._changed(start) from error
+            raise self._stacking_error(start) from error
         self._held.clear()
 
-    def _changed(self, start: int) -> PolicyError:
+    def _stacking_error(self, start: int) -> PolicyError:
         expected, *others = map(dtypes_and_shapes, (self._first, *self._held))
         for step, got in enumerate(others, start):
             if got != expected:
@@ -330,12 +333,12 @@ class Recorder:
 
 
 def rows_of(columns: Tensor | None, device: torch.device) -> Iterator[Any]:
-    """Each row of columns [T, ...] on `device`, made 64 at a time, as in `Recorder`; None forever for None."""
+    """Each row of columns [T, ...] on `device`, made 64 at a time, as in `Recorder`; None again and again for None."""
     if columns is None:
         return itertools.repeat(None)
     columns = columns if columns.device == device else columns.to(device)
     if len(columns) <= _HELD_STEPS:
-        return iter(columns.unbind())  # in a third of the time
+        return iter(columns.unbind())  # takes a third of the time
     return itertools.chain.from_iterable(map(torch.unbind, torch.split(columns, _HELD_STEPS)))
 
 
@@ -346,7 +349,7 @@ def select_program() -> Callable[[Any, Any, Any], Any]:
 
 
 def array_over(leaf: Tensor) -> Any:
-    """A leaf of an observation on an accelerator as an array of JAX, in 32 bits where JAX has no 64 by default."""
+    """A leaf of an observation on an accelerator as a JAX array over its memory; 64-bit numbers are cast to 32 bits."""
     return jax_view(leaf.to(_NARROW.get(leaf.dtype, leaf.dtype)))
 
 
@@ -367,7 +370,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def lane_mask(lanes: Sequence[int] | Tensor, num_envs: int) -> Tensor:
-    """[P] bool, True for `lanes`. They may already be such a mask, since listing the lanes of a GPU waits for it."""
+    """The mask [P] bool of `lanes`. They may already be one, since listing lanes of a GPU would wait for it."""
     if isinstance(lanes, Tensor):
         return lanes
     mask = torch.zeros(num_envs, dtype=torch.bool)

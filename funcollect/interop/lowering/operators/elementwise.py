@@ -36,7 +36,7 @@ _OF_FLOATS = {
 
 
 def _single(x: Any) -> Any:
-    """Convert halves to single precision: Torch computes halves and a number in it, and rounds once."""
+    """Convert halves to single precision, in which Torch combines them with a number before it rounds once."""
     half = getattr(x, "dtype", None) in (jnp.bfloat16, jnp.float16)
     return x.astype(jnp.float32) if half else x
 

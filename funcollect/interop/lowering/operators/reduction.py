@@ -41,7 +41,7 @@ def _reduction(function: Operation) -> Operation:
 
 
 def _picking(places: Operation) -> Operation:
-    """A rule that returns values and their places along a dimension, one per row; these values get all the gradient."""
+    """A rule for the values at `places` [..., 1, ...] along a dimension, and these; the values get all the gradient."""
 
     def rule(x: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
         if not x.ndim:
