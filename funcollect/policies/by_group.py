@@ -61,7 +61,7 @@ def by_group(policies: Mapping[str, Policy], *, together: Sequence[str] = ()) ->
 
 
 def parts_of(policy: Any) -> list[Any]:
-    """The policies of which one by group or by player is made; otherwise the policy itself."""
+    """The policies inside one by group or by player; otherwise the policy itself."""
     return [*policy.policies.values()] if isinstance(policy, GroupPolicy) else [policy]
 
 
@@ -81,8 +81,8 @@ class GroupPolicy(PolicyBase):
     @property
     @override
     def exploration(self) -> Mapping[str, float]:  # type: ignore[override]
-        own = ((name, policy.exploration) for name, policy in self.policies.items())
-        return {f"{name}.{key}": value for name, values in own for key, value in values.items()}
+        by_name = ((name, policy.exploration) for name, policy in self.policies.items())
+        return {f"{name}.{key}": value for name, values in by_name for key, value in values.items()}
 
     def inputs_of(self, name: str, inputs: ActorInputs, observation: Any, noise: Any) -> ActorInputs:
         """The inputs of the actor of one policy, which sees this observation and has this noise."""
@@ -96,7 +96,7 @@ class GroupPolicy(PolicyBase):
         )
 
     def seen_by(self, name: str, observation: Any) -> Any:
-        """What a policy reads of an observation: in JAX beside policies in Torch, NumPy's views of tensors."""
+        """The observation as a policy reads it: NumPy views of the tensors for one in JAX beside policies in Torch."""
         in_numpy = self.policies[name].backend == "jax" and self.backend == "torch"
         if in_numpy and device_of(observation).type == "cpu":
             return optree.tree_map(lambda leaf: leaf.numpy(), observation, namespace=NAMESPACE)
@@ -110,11 +110,11 @@ class GroupPolicy(PolicyBase):
 
     @override
     def prepare(self, params: Any, /) -> Any:
-        given = self._given(params)
-        return {name: policy.prepare(given[name]) for name, policy in self.policies.items()}
+        by_name = self._params_by_name(params)
+        return {name: policy.prepare(by_name[name]) for name, policy in self.policies.items()}
 
-    def _given(self, params: Any) -> Mapping[str, Any]:
-        """Parameters by group, from a dict of them, the result of `state_dict`, or None."""
+    def _params_by_name(self, params: Any) -> Mapping[str, Any]:
+        """The parameters of each policy, from a dict of them, the result of `state_dict`, or None."""
         if params is None:
             return dict.fromkeys(self.policies)
         check_kind("params", params, Mapping, f"pass a dict with the keys {[*self.policies]}")
@@ -130,14 +130,14 @@ class GroupPolicy(PolicyBase):
 
     @override
     def state_dict(self, params: Any = None) -> dict[str, Tensor]:
-        given = self._given(params)
-        parts = {name: policy.state_dict(given[name]) for name, policy in self.policies.items()}
+        by_name = self._params_by_name(params)
+        parts = {name: policy.state_dict(by_name[name]) for name, policy in self.policies.items()}
         return {f"{name}.{path}": leaf for name, part in parts.items() for path, leaf in part.items()}
 
     @override
     def load(self, params: Any) -> None:
-        for name, own in self._given(params).items():
-            self.policies[name].load(own)
+        for name, part in self._params_by_name(params).items():
+            self.policies[name].load(part)
 
     def spec_of(self, name: str, spec: GroupedSpec) -> ActionSpec:
         """The action spec that the policy of a group gets: that of one agent, or of all together."""
@@ -155,7 +155,7 @@ class GroupPolicy(PolicyBase):
                 "names: correct them"
             )
         sizes = {name: 1 if name in self.together else group.n for name, group in groups.items()}
-        recurrent = any(getattr(each, "initial_state", None) is not None for each in self.policies.values())
+        recurrent = any(getattr(policy, "initial_state", None) is not None for policy in self.policies.values())
         if recurrent and self._sizes not in ({}, sizes):
             what = f"a recurrent policy by_group acts for {self._sizes} agents, and the environment has {sizes}"
             raise ValueError(f"{what}, expected the same: make another one")
@@ -172,7 +172,7 @@ class GroupPolicy(PolicyBase):
         return Noise(kind="uniform", shape=(max(map(max, places.values())) + 1,)) if places else None
 
     def places(self, spec: Any) -> dict[str, list[int]]:
-        """The numbers of a step that are the noise of each group: by agent, in the order of the group."""
+        """For each group with noise, the indices of its numbers in the noise of a step: by agent, in its order."""
         noises = self._noises(spec)
         widths: dict[str, int] = {}
         for name, noise in noises.items():
@@ -209,7 +209,7 @@ class GroupPolicy(PolicyBase):
         return any(isinstance(policy, Population) for policy in self.policies.values())
 
     def of_lanes(self, lanes: LaneIds, total: int) -> GroupPolicy:
-        """This policy for some lanes out of `total`: of its populations the members that act for these."""
+        """This policy for some lanes out of `total`, in which populations have only the members that act for these."""
         if not self.has_populations:
             return self
         parts = {
@@ -217,11 +217,11 @@ class GroupPolicy(PolicyBase):
             for name, policy in self.policies.items()
         }
         known: dict[Any, GroupPolicy] = memo_of(self).setdefault("lanes", {})
-        which = tuple(map(id, parts.values()))  # populations keep what they return
-        if which not in known:
-            known[which] = copy.copy(self)
-            known[which].policies = parts
-        return known[which]
+        ids = tuple(map(id, parts.values()))  # populations keep the policies that they return
+        if ids not in known:
+            known[ids] = copy.copy(self)
+            known[ids].policies = parts
+        return known[ids]
 
     @override
     def actor(self, inputs: ActorInputs, /) -> Actor:
@@ -229,20 +229,20 @@ class GroupPolicy(PolicyBase):
 
     @override
     def finish(self, columns: Columns, spec: Any, /) -> Columns:
-        """The outputs of a traced loop, which have dotted names, as the policies of groups finish them."""
-        action, made = columns["action",].to(spec.dtype), Columns()
+        """The outputs of a traced loop, which have dotted names, each finished by the policy of its group."""
+        action, outputs = columns["action",].to(spec.dtype), Columns()
         lead = action.shape[:2]
         for name, part in self.parts(spec).items():
             prefix = f"{name}."
             own: Columns = {("action",): spec.of_group(name, action)}
             own |= {
-                (path[0].removeprefix(prefix),): each for path, each in columns.items() if path[0].startswith(prefix)
+                (path[0].removeprefix(prefix),): leaf for path, leaf in columns.items() if path[0].startswith(prefix)
             }
-            rows = {path: each.flatten(1, 2) if part.n else each for path, each in own.items()}
+            rows = {path: leaf.flatten(1, 2) if part.n else leaf for path, leaf in own.items()}
             finished = part.policy.finish(rows, part.spec)
-            made |= {(name, *path): part.apart(each, lead[1], lead[:1]) for path, each in finished.items()}
-            del made[name, "action"]
-        return {("action",): action, **made}
+            outputs |= {(name, *path): part.by_agent(leaf, lead[1], lead[:1]) for path, leaf in finished.items()}
+            del outputs[name, "action"]
+        return {("action",): action, **outputs}
 
     @override
     def __call__(
@@ -258,12 +258,12 @@ class GroupPolicy(PolicyBase):
             after[name], found = part.answer(params[name], state[name], rows, drawn, values)
             check_action(found["action"], part.spec, num_envs * max(part.n, 1))
             actions.append(found["action"].reshape(num_envs, -1))
-            own = {key: value for key, value in found.items() if key != "action"}
-            outputs |= {f"{name}.{key}": part.apart(value, num_envs) for key, value in own.items()}
+            extras = {key: value for key, value in found.items() if key != "action"}
+            outputs |= {f"{name}.{key}": part.by_agent(value, num_envs) for key, value in extras.items()}
         return after, {"action": _joined(actions, spec), **outputs}
 
     def parts(self, spec: GroupedSpec) -> dict[str, _Part]:
-        """What the policy of each group sees of an environment, in the order in which actions are joined."""
+        """The part of each group, in the order in which actions are joined."""
         noises, places = self._noises(spec), self.places(spec)
         agents = {name: 0 if name in self.together else group.n for name, group in spec.groups.items()}
         return {
@@ -273,43 +273,43 @@ class GroupPolicy(PolicyBase):
 
 
 class _Part(NamedTuple):
-    """The policy of a group, and how its rows are made of those of all."""
+    """The policy of a group, and the conversions between its rows and the arrays of all groups."""
 
     name: str
     policy: Policy
     spec: ActionSpec
-    n: int  # agents, each of which is a row; 0 if they act together
+    n: int  # the number of agents, each of which has a row; 0 if they act together
     kind: Noise | None
-    places: Sequence[int]  # of its noise
+    places: Sequence[int]  # the indices of its noise in that of all groups
 
     def rows(self, observation: Any) -> Any:
-        """The observations [P * n, ...] of its agents, views of [P, n, ...]; these themselves if they act together."""
-        own = observation[self.name]["observation"]
+        """The observations [P * n, ...] of its agents, views of [P, n, ...]; the latter if they act together."""
+        observed = observation[self.name]["observation"]
         if not self.n:
-            return own
-        return optree.tree_map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), own, namespace=NAMESPACE)
+            return observed
+        return optree.tree_map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), observed, namespace=NAMESPACE)
 
     def answer(self, params: Any, state: Any, observation: Any, noise: Any, exploration: Exploration) -> Any:
-        """One traced step of its policy: its next state and its outputs, which say whether there was a NaN."""
+        """One traced step of its policy: its next state and its outputs, with the probe for NaN if it has one."""
         if not isinstance(self.policy, FunctionPolicy):
             return self.policy(params, state, observation, noise, self.spec, exploration)
         stochastic = exploration.type is ExplorationType.RANDOM
         return self.policy.answer(self.spec, stochastic, (params, exploration.values), state, observation, noise)
 
     def noise(self, uniform: Any) -> Any:
-        """Its noise [..., P * n, *shape], of uniform numbers [..., P, m] for all agents."""
+        """Its noise [..., P * n, *shape], from uniform numbers [..., P, m] for all agents."""
         if self.kind is None:
             return None
         drawn = of_kind(self.kind, uniform[..., list(self.places)])
         return drawn.reshape(*drawn.shape[:-2], drawn.shape[-2] * max(self.n, 1), *self.kind.shape)
 
-    def apart(self, value: Any, num_envs: int, lead: Sequence[int] = ()) -> Any:
+    def by_agent(self, value: Any, num_envs: int, lead: Sequence[int] = ()) -> Any:
         """An output [*lead, P * n, ...] as [*lead, P, n, ...]."""
         return value.reshape(*lead, num_envs, self.n, *value.shape[len(lead) + 1 :]) if self.n else value
 
 
 def select_state(policy: Policy, mask: Any, chosen: Any, other: Any) -> Any:
-    """A policy's state: the lanes of the mask [P] from `chosen`, the rest, and Torch's generator, from `other`."""
+    """A policy's state: lanes of the mask [P] from `chosen`, the other lanes, and Torch's generator, from `other`."""
     if isinstance(policy, GroupPolicy):
         after = {}
         for name, part in policy.policies.items():
@@ -321,9 +321,9 @@ def select_state(policy: Policy, mask: Any, chosen: Any, other: Any) -> Any:
         return select_program()(mask.numpy(force=True) if isinstance(mask, Tensor) else mask, chosen, other)
     if not isinstance(chosen, TorchPolicyState):
         return select(mask, chosen, other)
-    held = [(each.recurrent, each.carried) for each in (chosen, other)]
-    place = next((place for place in map(device_of, held) if place.type != "cpu"), torch.device("cpu"))
-    recurrent, carried = select(mask.to(place), *moved(held, place))
+    states = [(state.recurrent, state.carried) for state in (chosen, other)]
+    device = next((device for device in map(device_of, states) if device.type != "cpu"), torch.device("cpu"))
+    recurrent, carried = select(mask.to(device), *moved(states, device))
     return other._replace(recurrent=recurrent, carried=carried)
 
 
@@ -332,30 +332,29 @@ def _joined(actions: Sequence[Any], spec: ActionSpec) -> Any:
     if all(isinstance(action, np.ndarray) for action in actions):
         return np.concatenate(actions, -1)
     if any(isinstance(action, Tensor) for action in actions):
-        tensors = (each if isinstance(each, Tensor) else torch.from_numpy(np.array(each)) for each in actions)
-        return torch.cat([each.to(spec.dtype) for each in tensors], -1)
+        tensors = (one if isinstance(one, Tensor) else torch.from_numpy(np.array(one)) for one in actions)
+        return torch.cat([tensor.to(spec.dtype) for tensor in tensors], -1)
     return import_jax().numpy.concatenate(actions, -1)
 
 
 class PartsActor(Actor):
-    """Base class of actors that call those of several policies, `_actors` by name."""
+    """Base class of actors that call the actors of several policies, `_actors` by name."""
 
     def __init__(self, policy: Any, inputs: ActorInputs) -> None:
         self._policy = policy
-        own = self._begin(inputs)
-        self._actors = {name: self._actor_of(name, own[name]) for name in own}
+        self._actors = {name: self._actor_of(name, part) for name, part in self._begin(inputs).items()}
 
     def _begin(self, inputs: ActorInputs) -> dict[str, ActorInputs]:
         """Begin a rollout; return the inputs of each actor."""
         raise NotImplementedError
 
-    def _actor_of(self, name: str, own: ActorInputs) -> Actor:
-        return self._policy.policies[name].actor(own)  # type: ignore[no-any-return]
+    def _actor_of(self, name: str, inputs: ActorInputs) -> Actor:
+        return self._policy.policies[name].actor(inputs)  # type: ignore[no-any-return]
 
     @override
     def again(self, inputs: ActorInputs, /) -> bool:
-        own = self._begin(inputs)
-        return all(actor.again(own[name]) for name, actor in self._actors.items())
+        by_name = self._begin(inputs)
+        return all(actor.again(by_name[name]) for name, actor in self._actors.items())
 
     @override
     def running(self) -> contextlib.AbstractContextManager[Any]:
@@ -366,7 +365,7 @@ class PartsActor(Actor):
 
 
 class GroupActor(PartsActor):
-    """The actors of all groups, whose observations are views of the loop's."""
+    """The actors of all groups, which read views of the loop's observations."""
 
     def __init__(self, policy: GroupPolicy, inputs: ActorInputs) -> None:
         self._parts = policy.parts(inputs.spec)  # type: ignore[arg-type]
@@ -379,8 +378,8 @@ class GroupActor(PartsActor):
 
     def _of_group(self, part: _Part, inputs: ActorInputs) -> ActorInputs:
         noise = None if inputs.noise is None else part.noise(inputs.noise)
-        own: ActorInputs = self._policy.inputs_of(part.name, inputs, part.rows(inputs.observation), noise)
-        return own._replace(spec=part.spec, num_envs=inputs.num_envs * max(part.n, 1), single=False)
+        of_group: ActorInputs = self._policy.inputs_of(part.name, inputs, part.rows(inputs.observation), noise)
+        return of_group._replace(spec=part.spec, num_envs=inputs.num_envs * max(part.n, 1), single=False)
 
     @override
     def act(self, t: int) -> Any:
@@ -398,7 +397,7 @@ class GroupActor(PartsActor):
         states, columns, actions = {}, Columns(), []
         lead, num_envs = (self._inputs.length,), self._inputs.num_envs
         for name, part in self._parts.items():
-            states[name], own = self._actors[name].finish()
-            actions.append(own.pop(("action",)).reshape(*lead, num_envs, -1))
-            columns |= {(name, *path): part.apart(column, num_envs, lead) for path, column in own.items()}
+            states[name], outputs = self._actors[name].finish()
+            actions.append(outputs.pop(("action",)).reshape(*lead, num_envs, -1))
+            columns |= {(name, *path): part.by_agent(column, num_envs, lead) for path, column in outputs.items()}
         return states, {("action",): _joined(actions, self._inputs.spec), **columns}

@@ -70,41 +70,41 @@ class PlayerPolicy(GroupPolicy):
             policy.check(spec)
 
     def check_players(self, space: Space) -> None:
-        """Raise ValueError unless an observation space is that of as many players."""
+        """Raise ValueError unless an observation space has as many players as there are policies."""
         parts = space.spaces if isinstance(space, spaces.Dict) else {}
-        own = parts.get(PLAYER)
-        if not isinstance(own, spaces.Discrete) or own.start or int(own.n) != len(self.policies):
+        turn = parts.get(PLAYER)
+        if not isinstance(turn, spaces.Discrete) or turn.start or int(turn.n) != len(self.policies):
             raise ValueError(
                 f"a policy by_player acts for {len(self.policies)} players, and the environment observes "
-                f"{f'{PLAYER!r} in {own}' if own else [*parts] or space}, expected a Dict with {PLAYER!r}, a Discrete "
+                f"{f'{PLAYER!r} in {turn}' if turn else [*parts] or space}, expected a Dict with {PLAYER!r}, a Discrete "
                 "with one number for each: pass as many policies, or take by_group for agents that move together"
             )
 
-    def _given_noise(self, spec: ActionSpec) -> tuple[Noise | None, dict[str, Noise | None]]:
-        """The noise of all, uniform if they want several kinds, and that of each."""
-        own = {name: policy.noise(spec) for name, policy in self.policies.items()}
-        kinds = {noise for noise in own.values() if noise is not None}
+    def _noise_kinds(self, spec: ActionSpec) -> tuple[Noise | None, dict[str, Noise | None]]:
+        """The noise to draw for all policies, uniform if they want several kinds; and the noise of each by name."""
+        wanted = {name: policy.noise(spec) for name, policy in self.policies.items()}
+        kinds = {noise for noise in wanted.values() if noise is not None}
         if len(kinds) < 2:
-            return next(iter(kinds), None), own
+            return next(iter(kinds), None), wanted
         if any(noise.kind in ("key", "keys") for noise in kinds):
             raise PolicyError("some policies by_player take keys of JAX, expected noise of heads: give each a head")
-        return Noise(kind="uniform", shape=(max(noise.words for noise in kinds),)), own
+        return Noise(kind="uniform", shape=(max(noise.words for noise in kinds),)), wanted
 
     @override
     def noise(self, spec: ActionSpec, /) -> Noise | None:
-        return self._given_noise(spec)[0]
+        return self._noise_kinds(spec)[0]
 
     def noises(self, noise: Any, spec: ActionSpec) -> dict[str, Any]:
-        """The noise [..., P, *shape] of each policy, of what `noise` describes."""
-        drawn, wanted = self._given_noise(spec)
+        """The noise [..., P, *shape] of each policy, from the numbers that the method `noise` describes."""
+        drawn, wanted = self._noise_kinds(spec)
 
-        def of(own: Noise | None) -> Any:
-            if own is None or own == drawn:
-                return None if own is None else noise
-            part = of_kind(own, noise[..., : own.words])
-            return part.reshape(*part.shape[:-1], *own.shape)
+        def converted(kind: Noise | None) -> Any:
+            if kind is None or kind == drawn:
+                return None if kind is None else noise
+            part = of_kind(kind, noise[..., : kind.words])
+            return part.reshape(*part.shape[:-1], *kind.shape)
 
-        return {name: of(own) for name, own in wanted.items()}
+        return {name: converted(kind) for name, kind in wanted.items()}
 
     @override
     def actor(self, inputs: ActorInputs, /) -> Actor:
@@ -122,9 +122,9 @@ class PlayerPolicy(GroupPolicy):
         after, outputs = {}, []
         for number, (name, policy) in enumerate(self.policies.items()):
             seen, values = self.seen_by(name, observation), self.of_group(name, exploration)
-            moved, found = policy(params[name], state[name], seen, noises[name], spec, values)
-            after[name] = select_state(policy, player != number, state[name], moved)
-            outputs.append(found)
+            next_state, answer = policy(params[name], state[name], seen, noises[name], spec, values)
+            after[name] = select_state(policy, player != number, state[name], next_state)
+            outputs.append(answer)
         return after, _chosen(player, outputs)
 
 
@@ -134,15 +134,15 @@ class PlayerActor(PartsActor):
     @override
     def _begin(self, inputs: ActorInputs) -> dict[str, ActorInputs]:
         policy, self._player = self._policy, inputs.observation[PLAYER]
-        size, place = (inputs.length, inputs.num_envs), device_of(inputs.observation)
-        self._movers = torch.empty(size, dtype=torch.int64, device=place)
+        size, device = (inputs.length, inputs.num_envs), device_of(inputs.observation)
+        self._movers = torch.empty(size, dtype=torch.int64, device=device)  # the player that moves, [T, P]
         noises = policy.noises(inputs.noise, inputs.spec)
         return {name: policy.inputs_of(name, inputs, inputs.observation, noises[name]) for name in policy.policies}
 
     @override
-    def _actor_of(self, name: str, own: ActorInputs) -> Actor:
+    def _actor_of(self, name: str, inputs: ActorInputs) -> Actor:
         policy = self._policy.policies[name]
-        return _Remembering(policy, own, int(name)) if policy.remembers(own.policy_state) else policy.actor(own)
+        return _Recurrent(policy, inputs, int(name)) if policy.remembers(inputs.policy_state) else policy.actor(inputs)
 
     @override
     def act(self, t: int) -> Any:
@@ -161,8 +161,8 @@ class PlayerActor(PartsActor):
         return states, _chosen(self._movers, [columns for _, columns in finished.values()])
 
 
-class _Remembering(Actor):
-    """A recurrent policy of one player, called step by step, since its state goes on only where the player moves."""
+class _Recurrent(Actor):
+    """A recurrent policy of one player, called step by step, since its state changes only where the player moves."""
 
     def __init__(self, policy: Policy, inputs: ActorInputs, number: int) -> None:
         self._policy, self._number, self._actor = policy, number, cast(Any, None)
@@ -177,9 +177,9 @@ class _Remembering(Actor):
     def act(self, t: int) -> Any:
         inputs = self._inputs
         noise = None if inputs.noise is None else inputs.noise[t : t + 1]
-        once = inputs._replace(policy_state=self._state, noise=noise, length=1)
-        if self._actor is None or not self._actor.again(once):
-            self._actor = self._policy.actor(once)
+        one_step = inputs._replace(policy_state=self._state, noise=noise, length=1)
+        if self._actor is None or not self._actor.again(one_step):
+            self._actor = self._policy.actor(one_step)
         with self._actor.running():
             action = self._actor.act(0)
             after, outputs = self._actor.finish()
@@ -195,18 +195,18 @@ class _Remembering(Actor):
 
     @override
     def finish(self) -> tuple[Any, Columns]:
-        return self._state, {path: torch.cat([own[path] for own in self._held]) for path in self._held[0]}
+        return self._state, {path: torch.cat([step[path] for step in self._held]) for path in self._held[0]}
 
 
 def _chosen(player: Any, outputs: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
-    """The outputs [..., P, ...] of the policies of the players [..., P] that move; zeros where these lack them."""
+    """The outputs [..., P, ...] of the policy of the moving `player` [..., P]; zeros for outputs that it lacks."""
     chosen: dict[Any, Any] = {}
-    for name in dict.fromkeys(name for own in outputs for name in own):
-        held = {number: own[name] for number, own in enumerate(outputs) if name in own}
-        if len({tuple(value.shape) for value in held.values()}) > 1:
-            shapes = {number: list(value.shape) for number, value in held.items()}
+    for name in dict.fromkeys(name for answer in outputs for name in answer):
+        values = {number: answer[name] for number, answer in enumerate(outputs) if name in answer}
+        if len({tuple(value.shape) for value in values.values()}) > 1:
+            shapes = {number: list(value.shape) for number, value in values.items()}
             raise PolicyError(f"the policies of players return {name!r} of the shapes {shapes}, expected equal ones")
-        for number, value in held.items():
+        for number, value in values.items():
             chosen[name] = _where(player, number, value, chosen.get(name))
     return chosen
 
@@ -215,12 +215,12 @@ def _where(player: Any, number: int, value: Any, other: Any) -> Any:
     """The value [..., P, ...] where it is this player's turn, otherwise the other one, or zeros."""
     if isinstance(value, Tensor) or isinstance(other, Tensor) or isinstance(player, Tensor):
         xp: Any = torch
-        place = player.device if isinstance(player, Tensor) else None
+        device = player.device if isinstance(player, Tensor) else None
         value, other, player = (
-            each if each is None or isinstance(each, Tensor) else torch.from_numpy(np.array(each))
-            for each in (value, other, player)
+            array if array is None or isinstance(array, Tensor) else torch.from_numpy(np.array(array))
+            for array in (value, other, player)
         )
-        value, other = (each if each is None else each.to(place) for each in (value, other))
+        value, other = (tensor if tensor is None else tensor.to(device) for tensor in (value, other))
     else:
         xp = np if isinstance(value, np.ndarray) else import_jax().numpy
     mask = (player == number).reshape(*player.shape, *[1] * (value.ndim - player.ndim))
