@@ -72,11 +72,11 @@ class PlayerPolicy(GroupPolicy):
     def check_players(self, space: Space) -> None:
         """Raise ValueError unless an observation space has as many players as there are policies."""
         parts = space.spaces if isinstance(space, spaces.Dict) else {}
-        turn = parts.get(PLAYER)
-        if not isinstance(turn, spaces.Discrete) or turn.start or int(turn.n) != len(self.policies):
+        who = parts.get(PLAYER)
+        if not isinstance(who, spaces.Discrete) or who.start or int(who.n) != len(self.policies):
             raise ValueError(
                 f"a policy by_player acts for {len(self.policies)} players, and the environment observes "
-                f"{f'{PLAYER!r} in {turn}' if turn else [*parts] or space}, expected a Dict with {PLAYER!r}, a Discrete "
+                f"{f'{PLAYER!r} in {who}' if who else [*parts] or space}, expected a Dict with {PLAYER!r}, a Discrete "
                 "with one number for each: pass as many policies, or take by_group for agents that move together"
             )
 

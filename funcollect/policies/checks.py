@@ -25,7 +25,7 @@ from funcollect.specs import ActionSpec, Leaf
 from funcollect.tree import Path
 
 _LOOK = "look at the policy's parameters, and at the observation of that step"
-_RULES = {  # or a log-probability is NaN
+_RULES = {  # by a head's parameter; a log-probability is NaN if its rule is broken
     "logits": "logits have to be finite, or minus infinity for choices that are ruled out",
     "scale": "a scale has to be positive",
 }
@@ -59,7 +59,7 @@ def _takes(spec: ActionSpec, dtype: Any) -> bool:
 
 
 def _encoding(action: Any, spec: ActionSpec, num_envs: int) -> str:
-    """Advice for an action that is right but for its encoding, or that is logits; empty otherwise."""
+    """Advice for an action with the wrong encoding, or one that may be logits; empty otherwise."""
     other = tuple(spec.space.shape or ()) if spec.one_hot else (spec.choices,)
     if not spec.categories or tuple(action.shape) != (num_envs, *other):
         return ""
@@ -71,7 +71,7 @@ def _encoding(action: Any, spec: ActionSpec, num_envs: int) -> str:
 
 
 def checked_lead(action: Any, spec: ActionSpec, shapes: Mapping[Leaf, Sequence[int]]) -> tuple[int, ...]:
-    """The dimensions [...] of actions [..., *spec.shape] beside observations of these `shapes`; else ValueError."""
+    """The dimensions [...] of actions [..., *spec.shape]; ValueError unless observations of `shapes` have them too."""
     for leaf, shape in shapes.items():
         lead = shape[: len(shape) - len(leaf.shape)]
         if tuple(action.shape) != (*lead, *spec.shape):
@@ -82,7 +82,7 @@ def checked_lead(action: Any, spec: ActionSpec, shapes: Mapping[Leaf, Sequence[i
     if not _takes(spec, action.dtype):
         raise ValueError(f"the batch's action is {action.dtype}, the space {spec.space} wants {spec.dtype}: cast it")
     dims = action.ndim - len(spec.shape)
-    if spec.categories and not isinstance(action, (Tensor, import_jax().core.Tracer)):  # JAX would score another one
+    if spec.categories and not isinstance(action, (Tensor, import_jax().core.Tracer)):  # JAX would clip a wrong index
         for at in _outside(torch.from_numpy(np.array(action)), spec).nonzero()[:, :dims].tolist():
             raise ValueError(
                 f"action {at} is {action[tuple(at)].tolist()}, expected one of {spec.space}: pass actions as collected"
@@ -135,7 +135,7 @@ def check_recurrent(answer: Any, before: Any) -> None:
 
 
 def check_32_bits(observation: Columns) -> None:
-    """Raise PolicyError for the first integer that a policy in JAX has got as another, since JAX has 32 bits of it."""
+    """Raise PolicyError for the first integer [T, P, ...] that a policy in JAX got changed, since it has 32 bits."""
     for path, column in observation.items():
         if column.dtype in (torch.int64, torch.uint64) and bool((wrong := beyond_32_bits(column)).any()):
             what = f"the observation {'.'.join(path)!r} does not fit into the 32 bits that JAX has here"
@@ -144,7 +144,7 @@ def check_32_bits(observation: Columns) -> None:
 
 
 def _outside(action: Tensor, spec: ActionSpec) -> Tensor:
-    """Whether numbers of discrete actions [..., *shape] are outside the space; per choice for one-hot rows."""
+    """Whether discrete actions [..., *shape] are outside the space: [..., *shape] bool, one-hot [..., components]."""
     low, high = spec.bounds
     action = action.long()  # Torch compares no unsigned integers of more than 8 bits
     wrong = (action < low.to(action.device)) | (action > high.to(action.device))
@@ -159,9 +159,9 @@ def finish_columns(
 ) -> Columns:
     """A policy's output `columns`, checked, the action in the dtype of its space.
 
-    `parameters` are the inputs of a head; its log-probability, if it has one, is NaN if they are. `chosen` is True if a
-    head chose the action. With `ties`, only the first of several ones in a one-hot row counts, as for environments:
-    TorchRL's value policies return several.
+    `parameters` are the inputs of a head. They are only checked if the head gives no log-probability, which would be
+    NaN if they are. `chosen` is True if a head chose the action. With `ties`, only the first of several ones in a
+    one-hot row counts, as for environments: TorchRL's value policies return several.
     """
     if ties and spec.one_hot:
         parts = torch.split(columns["action",], list(spec.categories), -1)
@@ -184,17 +184,17 @@ def finish_columns(
 
 
 def _check_numbers(columns: Columns, causes: Columns) -> None:
-    """Raise PolicyError for the first row that is NaN. It names those of `causes` that are NaN there already."""
+    """Raise PolicyError for the first row with a NaN. It names those of `causes` that are NaN there as well."""
     for path, column in columns.items():
         if column.is_floating_point():
             complain_if(column.sum(), math.isnan, partial(_raise_nan, path, column, causes))
 
 
 def _raise_nan(path: Path, column: Tensor, causes: Columns) -> None:
-    wrong = [torch.isnan(each).to(column.device) for each in (*causes.values(), column)]
-    rows = torch.stack([each.reshape(*each.shape[:2], -1).any(-1) for each in wrong]).any(0)
-    for step, lane in rows.nonzero()[:1].tolist():  # none for values whose sum overflows
-        if found := {each: leaf for each, leaf in causes.items() if bool(leaf[step, lane].isnan().any())}:
+    wrong = [torch.isnan(leaf).to(column.device) for leaf in (*causes.values(), column)]
+    rows = torch.stack([mask.reshape(*mask.shape[:2], -1).any(-1) for mask in wrong]).any(0)
+    for step, lane in rows.nonzero()[:1].tolist():  # none if only the sum is NaN
+        if found := {cause: leaf for cause, leaf in causes.items() if bool(leaf[step, lane].isnan().any())}:
             names = " and ".join(map(".".join, found))
             (_, first), *others = found.items()
             what = f"{names} {'is' if len(found) == 1 else 'are'} NaN, expected numbers"
@@ -205,16 +205,16 @@ def _raise_nan(path: Path, column: Tensor, causes: Columns) -> None:
 
 
 def _raise_at(wrong: Tensor, what: str, column: Tensor, mend: str, causes: Columns | None = None) -> None:
-    """Raise PolicyError with the first step and lane where `wrong` [T, P, ...] is True, and the values there."""
+    """Raise PolicyError with the first step and lane, if any, where `wrong` [T, P, ...] is True, and the values."""
     rows = wrong.reshape(*wrong.shape[:2], -1).any(-1)
-    for step, lane in rows.nonzero()[:1].tolist():  # none for values whose sum overflows
+    for step, lane in rows.nonzero()[:1].tolist():  # none if finite numbers have an infinite sum
         known = {"it": column, **{".".join(path): cause for path, cause in (causes or {}).items()}}
-        values = ", ".join(f"{name} is {clipped(str(each[step, lane].tolist()))}" for name, each in known.items())
+        values = ", ".join(f"{name} is {clipped(str(leaf[step, lane].tolist()))}" for name, leaf in known.items())
         raise PolicyError(f"lane {lane}, step {step} of this batch: {what} ({values}): {mend}")
 
 
 class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises PolicyError for a draw from Torch's generator by this thread, while others may draw."""
+    """Raises PolicyError if this thread draws from Torch's generator; other threads may draw."""
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -228,5 +228,5 @@ class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def no_draws() -> NoDraws:
-    """A context in which Torch's generator is not drawn from."""
+    """A context in which this thread must not draw from Torch's generator."""
     return NoDraws()  # type: ignore[no-untyped-call]

@@ -61,7 +61,7 @@ def normalized(policy: Policy, stats: RunningStatistics, *, clip: float = 10.0) 
 
 
 class Normalized:
-    """What normalised policies in Torch and in JAX share; see `normalized`."""
+    """Base class of normalised policies in Torch and in JAX; see `normalized`."""
 
     clip: float  # the largest absolute value of a normalised observation
     params: Any  # the pair (trainable, statistics)
@@ -81,7 +81,7 @@ class Normalized:
         self.params = (self.params[0], stats)
 
     def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
-        """Parameters in any form that `prepare` takes, but None, as the pair (trainable, statistics)."""
+        """The pair (trainable, statistics), from parameters in any form that `prepare` takes except None."""
         return matched(self.params, params, "jax")  # type: ignore[no-any-return]
 
 
@@ -91,16 +91,16 @@ class NormalizedJax(Normalized, JaxPolicy):
     def __init__(self, policy: JaxPolicy, stats: RunningStatistics, clip: float) -> None:
         inner = policy.apply
 
-        @wraps(inner)  # it is asked for its parameters: whether it takes keys
+        @wraps(inner)  # since its signature shows whether it takes keys
         def apply(params: Any, observation: Any, *others: Any, **keywords: Any) -> Any:
-            trainable, own = params
-            return inner(trainable, running_statistics.normalize(own, observation, clip=clip), *others, **keywords)
+            trainable, stats = params
+            return inner(trainable, running_statistics.normalize(stats, observation, clip=clip), *others, **keywords)
 
         self.take_over(policy, apply=apply, params=(policy.params, stats), clip=clip)
 
 
 class NormalizedModule(nn.Module):
-    """Passes normalised observations to a module, or a function; the statistics are buffers, some also in float32."""
+    """Calls a module, or a function, on normalised observations. The statistics are buffers, some also in float32."""
 
     def __init__(
         self, module: Callable[..., Any], stats: RunningStatistics, clip: float, keys: tuple[str, ...]
@@ -116,8 +116,8 @@ class NormalizedModule(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         """Call the module with the normalised observation in place of the observation."""
         names = self.keys or (self.names[0] if isinstance(inputs[0], Tensor) else "",)
-        changed = [map_leaves(self._scaled, value, name) for name, value in zip(names, inputs, strict=False)]
-        return self.policy(*changed, *inputs[len(names) :])
+        normal = [map_leaves(self._scaled, value, name) for name, value in zip(names, inputs, strict=False)]
+        return self.policy(*normal, *inputs[len(names) :])
 
     def _scaled(self, name: str, value: Tensor) -> Tensor:
         if name not in self.names:
@@ -129,16 +129,16 @@ class NormalizedModule(nn.Module):
 
 
 def _buffers(stats: RunningStatistics) -> dict[str, Tensor]:
-    found = {"count": stats.count}
+    buffers = {"count": stats.count}
     for number, name in enumerate(sorted(stats.mean)):
         mean, variance = stats.mean[name], stats.variance[name]
-        found |= {f"mean{number}": mean, f"variance{number}": variance, f"shift{number}": mean.float()}
-        found[f"deviation{number}"] = (variance + EPSILON).sqrt().float()
-    return {name: tensor.detach().clone() for name, tensor in found.items()}
+        buffers |= {f"mean{number}": mean, f"variance{number}": variance, f"shift{number}": mean.float()}
+        buffers[f"deviation{number}"] = (variance + EPSILON).sqrt().float()
+    return {name: tensor.detach().clone() for name, tensor in buffers.items()}
 
 
 class NormalizedTorch(Normalized, TorchPolicy):
-    """See `normalized`. Its module is a `NormalizedModule`, of which trainable parameters and statistics are parts."""
+    """See `normalized`. Its module is a `NormalizedModule`, which holds the policy's module and the statistics."""
 
     _module: NormalizedModule
 
@@ -174,30 +174,30 @@ class NormalizedTorch(Normalized, TorchPolicy):
     def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
         if isinstance(params, tuple):
             return params
-        whole = self.by_name(params)
+        by_name = self.by_name(params)
         trainable, stats = (
-            {name.removeprefix(part): leaf for name, leaf in whole.items() if name.startswith(part)}
+            {name.removeprefix(part): leaf for name, leaf in by_name.items() if name.startswith(part)}
             for part in ("policy.", "statistics.")
         )
         return trainable, self._statistics_in(stats) if stats else self.statistics
 
     @override
     def by_name(self, params: Any) -> dict[str, Any]:
-        """The parameters of the whole module, from the pair or a network's alone."""
+        """The parameters of the whole module, from the pair, from all by name, or from those of the network alone."""
         paired = isinstance(params, tuple) and len(params) == 2
         trainable, stats = params if paired else (params, None)
         if paired:
             check_kind("the statistics in params", stats, RunningStatistics, "pass the pair (trainable, statistics)")
             trainable = {} if trainable is None else trainable
-        own = super().by_name(trainable)
-        if not paired and own.keys() <= self.tensors(None).keys():
-            return own
-        parts = {"policy": own, "statistics": _buffers(stats or self.statistics)}
+        by_name = super().by_name(trainable)
+        if not paired and by_name.keys() <= self.tensors(None).keys():
+            return by_name
+        parts = {"policy": by_name, "statistics": _buffers(stats or self.statistics)}
         return {f"{part}.{name}": leaf for part, leaves in parts.items() for name, leaf in leaves.items()}
 
 
 def check_statistics(policy: Normalized, leaves: Sequence[Leaf]) -> None:
-    """Raise ValueError unless the policy's statistics are of some of an environment's observations."""
+    """Raise ValueError unless an environment has the observations of the policy's statistics, in the same shapes."""
     shapes = {leaf.name: list(leaf.shape) for leaf in leaves}
     for name, mean in policy.statistics.mean.items():
         if list(mean.shape) != shapes.get(name):

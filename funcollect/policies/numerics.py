@@ -35,7 +35,7 @@ _SHARED = ("tanh", "log", "log1p", "exp", "where", "minimum", "maximum", "broadc
 
 
 def _constant(value: Any, device: torch.device) -> torch.Tensor:
-    """NumPy's numbers as a tensor; on a GPU the same one at each call, since to copy it there is to wait."""
+    """A number or NumPy array as a tensor; on a GPU the same one at each call, since a copy would wait for the GPU."""
     if device.type == "cpu" or not isinstance(value, np.ndarray):
         return torch.as_tensor(value, device=device)
     return _kept(value.tobytes(), value.dtype.str, value.shape, device)
@@ -53,7 +53,7 @@ def _integers_between(low: Any, high: Any, offset: torch.Tensor) -> torch.Tensor
 
 
 def _scan(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, rows: Any) -> tuple[Any, Any]:
-    """Do what `jax.lax.scan` does."""
+    """The same as `jax.lax.scan`."""
     leaves, treespec = optree.tree_flatten(rows, namespace=NAMESPACE)
     outputs = []
     for row in zip(*map(torch.unbind, leaves), strict=True):
@@ -107,9 +107,9 @@ def jax_numerics() -> Any:
 
     def select(mask: Any, chosen: Any, other: Any) -> Any:
         def pick(one: Any, two: Any) -> Any:
-            rows = max(len(one), len(two)) // len(mask)  # of a lane, more than one for agents
-            own = mask if rows == 1 else jnp.repeat(mask, rows)
-            return jnp.where(own.reshape(-1, *[1] * (one.ndim - 1)), one, two)
+            rows = max(len(one), len(two)) // len(mask)  # for each lane: more than one where agents have rows
+            row_mask = mask if rows == 1 else jnp.repeat(mask, rows)
+            return jnp.where(row_mask.reshape(-1, *[1] * (one.ndim - 1)), one, two)
 
         return jax.tree.map(pick, chosen, other)
 
@@ -154,7 +154,7 @@ def jax_numerics() -> Any:
 
 
 def of_kind(noise: Noise, uniform: Any) -> Any:
-    """Numbers of the kind of a policy's noise, of as many uniform ones, of Torch or JAX."""
+    """Numbers of the kind of a policy's noise, from as many uniform ones, in Torch or JAX."""
     xp: Any = TORCH if isinstance(uniform, torch.Tensor) else jax_numerics()
     if noise.kind == "gumbel":
         return -xp.log(-xp.log(uniform))
@@ -177,6 +177,6 @@ def in_32_bits(xp: Any, array: Any) -> Any:
     """The array, as float32 if it has at most 16 bits: log-probabilities in 16 bits are off by up to 0.02."""
     if array.dtype.itemsize >= 4:
         return array
-    if xp is not TORCH:  # a compiled step may leave out the rounding to 16 bits, unless something stands between
+    if xp is not TORCH:  # without a barrier, a compiled step may leave out the rounding to 16 bits
         array = import_jax().lax.optimization_barrier(array)
     return xp.as_float(array)
