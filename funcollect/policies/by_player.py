@@ -72,12 +72,13 @@ class PlayerPolicy(GroupPolicy):
     def check_players(self, space: Space) -> None:
         """Raise ValueError unless an observation space has as many players as there are policies."""
         parts = space.spaces if isinstance(space, spaces.Dict) else {}
-        who = parts.get(PLAYER)
-        if not isinstance(who, spaces.Discrete) or who.start or int(who.n) != len(self.policies):
+        player = parts.get(PLAYER)
+        if not isinstance(player, spaces.Discrete) or player.start or int(player.n) != len(self.policies):
+            observed = f"{PLAYER!r} in {player}" if player else [*parts] or space
             raise ValueError(
-                f"a policy by_player acts for {len(self.policies)} players, and the environment observes "
-                f"{f'{PLAYER!r} in {who}' if who else [*parts] or space}, expected a Dict with {PLAYER!r}, a Discrete "
-                "with one number for each: pass as many policies, or take by_group for agents that move together"
+                f"a policy by_player acts for {len(self.policies)} players, and the environment observes {observed}, "
+                f"expected a Dict with {PLAYER!r}, a Discrete with one number for each: pass as many policies, or take "
+                "by_group for agents that move together"
             )
 
     def _noise_kinds(self, spec: ActionSpec) -> tuple[Noise | None, dict[str, Noise | None]]:

@@ -33,9 +33,9 @@ from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.policies.weights import check_shapes, shapes_of
 from funcollect.protocols import Policy
 
-LaneIds = Sequence[int] | npt.NDArray[np.int64]  # neighbouring ids
+LaneIds = Sequence[int] | npt.NDArray[np.int64]  # consecutive ids
 
-_Modes = tuple[bool, ...]  # `training` of each part; what a module allows may depend on it, as its `forward` does
+_Modes = tuple[bool, ...]  # `training` of each submodule, on which it may depend whether `vmap` takes a module
 _MAPPED: weakref.WeakKeyDictionary[nn.Module, dict[_Modes, bool]] = weakref.WeakKeyDictionary()  # if `vmap` takes it
 
 
@@ -80,10 +80,10 @@ def population(policy: Policy, params: Any) -> TorchPopulation | JaxPopulation:
 
 
 class MemberLanes(NamedTuple):
-    """Members in their order: the number of the first one, and for each the lanes for which it acts."""
+    """Consecutive members of a population, and for how many lanes each one acts."""
 
-    first: int
-    lanes: tuple[int, ...]
+    first: int  # the number of the first member
+    lanes: tuple[int, ...]  # how many, by member
 
     @classmethod
     def of_lanes(cls, size: int, lanes: LaneIds, total: int) -> Self:
@@ -100,7 +100,7 @@ class MemberLanes(NamedTuple):
         return cls(int(members[0]), tuple(np.bincount(members - members[0]).tolist()))
 
     def rows(self, count: int) -> tuple[int, ...]:
-        """How many rows each member has, out of `count`: of these lanes, or more for each of as many members."""
+        """How many of `count` rows each member has: one for each lane, or equally many if lanes have several rows."""
         members = len(self.lanes)
         if count == sum(self.lanes):
             return self.lanes
@@ -113,15 +113,15 @@ class MemberLanes(NamedTuple):
         """The answers [P, ...] of ``call(params, inputs)`` by each member for its own rows, in one call if `mapped`."""
         rows = self.rows(len(xp.leaves(inputs)[0]))
         if mapped and len(set(rows)) == 1:
-            own = xp.map(itemgetter(slice(self.first, self.first + len(rows))), params)
+            of_members = xp.map(itemgetter(slice(self.first, self.first + len(rows))), params)
             folded = xp.map(lambda leaf: leaf.reshape(len(rows), rows[0], *leaf.shape[1:]), inputs)
-            return xp.map(lambda leaf: leaf.reshape(sum(rows), *leaf.shape[2:]), xp.vmap(call)(own, folded))
+            return xp.map(lambda leaf: leaf.reshape(sum(rows), *leaf.shape[2:]), xp.vmap(call)(of_members, folded))
         ends = pairwise(np.cumsum((0, *rows)).tolist())
-        parts = [
-            call(xp.map(itemgetter(member), params), xp.map(itemgetter(slice(*own)), inputs))
-            for member, own in enumerate(ends, self.first)
+        answers = [
+            call(xp.map(itemgetter(member), params), xp.map(itemgetter(slice(*ends_of_member)), inputs))
+            for member, ends_of_member in enumerate(ends, self.first)
         ]
-        return xp.map(lambda *leaves: xp.join(leaves), *parts)
+        return xp.map(lambda *leaves: xp.join(leaves), *answers)
 
 
 def _size_of(leaves: Iterable[Any]) -> int:
@@ -137,7 +137,7 @@ def _size_of(leaves: Iterable[Any]) -> int:
 
 
 class Population:
-    """What populations in Torch and in JAX share; see `population`."""
+    """Base class of populations in Torch and in JAX; see `population`."""
 
     size: int  # N
 
@@ -145,12 +145,12 @@ class Population:
         """This policy for some lanes out of `total`, made once; PolicyError if they do not divide."""
         group = MemberLanes.of_lanes(self.size, lanes, total)
         known: dict[Any, Self] = memo_of(self)
-        own = known[group] = known.get(group) or copy.copy(self)
-        own._act_for(self, group)
-        return own
+        twin = known[group] = known.get(group) or copy.copy(self)
+        twin._act_for(self, group)
+        return twin
 
     def _act_for(self, whole: Any, group: MemberLanes) -> None:
-        """Act for a group with the current parameters of the whole population, of which this is a copy."""
+        """Act for a group with the current parameters of `whole`, the population that this is a copy of."""
         raise NotImplementedError
 
 
@@ -159,24 +159,24 @@ class JaxPopulation(Population, JaxPolicy):
 
     def __init__(self, policy: JaxPolicy, params: Any) -> None:
         self.size = _size_of(import_jax().tree.leaves(params))
-        own = {name: (self.size, *shape) for name, shape in shapes_of(policy.params, "jax").items()}
-        check_shapes(own, shapes_of(params, "jax"))
+        expected = {name: (self.size, *shape) for name, shape in shapes_of(policy.params, "jax").items()}
+        check_shapes(expected, shapes_of(params, "jax"))
         self._member, self._group = policy.apply, MemberLanes(0, (1,) * self.size)
         self.take_over(policy, apply=self._members(self._group), params=params)
 
     def _members(self, group: MemberLanes) -> Callable[..., Any]:
         jax, member, size = import_jax(), self._member, self.size
 
-        @wraps(member)  # it is asked for its parameters: whether it takes keys
+        @wraps(member)  # since its signature shows whether it takes keys
         def apply(params: Any, *inputs: Any, key: Any = None, **keys: Any) -> Any:
-            # The one key of a call is that of its first lane: a member's follows from it.
-            own = {} if key is None else {"key": jax.vmap(partial(jax.random.fold_in, key))(jax.numpy.arange(size))}
+            # The one key of a call is that of its first lane; the keys of members are derived from it.
+            derived = {} if key is None else {"key": jax.vmap(partial(jax.random.fold_in, key))(jax.numpy.arange(size))}
 
-            def call(mine: Any, rows: Any) -> Any:
-                (params, own), (inputs, keys) = mine, rows
-                return member(params, *inputs, **own, **keys)
+            def call(of_member: Any, of_rows: Any) -> Any:
+                (params, derived), (inputs, keys) = of_member, of_rows
+                return member(params, *inputs, **derived, **keys)
 
-            return group.answers(jax_numerics(), call, (params, own), (inputs, keys), mapped=True)
+            return group.answers(jax_numerics(), call, (params, derived), (inputs, keys), mapped=True)
 
         return apply
 
@@ -198,28 +198,28 @@ class TorchPopulation(Population, TorchPolicy):
         check_kind(
             "params", params, (Mapping, TensorDictBase), "pass {**params, **buffers} of torch.func.stack_module_state"
         )
-        given = {name: torch.as_tensor(leaf) for name, leaf in named(params).items()}
-        self.size = _size_of(given.values())
-        every = policy.tensors(None)
+        tensors = {name: torch.as_tensor(leaf) for name, leaf in named(params).items()}
+        self.size = _size_of(tensors.values())
+        own = policy.tensors(None)
         stacked = {name: leaf.expand(self.size, *leaf.shape) for name, leaf in module.named_buffers()}
-        stacked |= {name: leaf.to(every[name].dtype) if name in every else leaf for name, leaf in given.items()}
-        once = {*dict(module.named_parameters()), *stacked}  # a parameter may have two names
+        stacked |= {name: leaf.to(own[name].dtype) if name in own else leaf for name, leaf in tensors.items()}
+        needed = {*dict(module.named_parameters()), *stacked}  # has one name of a tensor that has two
         check_shapes(
-            {name: (self.size, *every[name].shape) for name in every if name in once},
+            {name: (self.size, *own[name].shape) for name in own if name in needed},
             {name: tuple(leaf.shape) for name, leaf in stacked.items()},
         )
-        copies: dict[int, Any] = {}  # by the id of the tensor that a member has, which may have two names
+        copies: dict[int, Any] = {}  # by the id of the member's tensor, the population's; the memo of `deepcopy`
         for name, before in (*module.named_parameters(), *module.named_buffers()):
-            own = stacked[name].detach().clone()
-            copies[id(before)] = nn.Parameter(own, before.requires_grad) if isinstance(before, nn.Parameter) else own
-        made = copy.deepcopy(module, copies)  # which calls each member for its rows
-        made.__class__, made._group = _members_of(module.__class__), MemberLanes(0, (1,) * self.size)
+            leaf = stacked[name].detach().clone()
+            copies[id(before)] = nn.Parameter(leaf, before.requires_grad) if isinstance(before, nn.Parameter) else leaf
+        members = copy.deepcopy(module, copies)
+        members.__class__, members._group = _members_of(module.__class__), MemberLanes(0, (1,) * self.size)
         self.take_over(policy, _warned=False)
-        self.replace(made)
+        self.replace(members)
 
     @property
     def lanes(self) -> int:
-        """A number of rows for which it can be called."""
+        """The number of lanes for which it acts; its module can be called with so many rows."""
         return sum(vars(self.module)["_group"].lanes)
 
     @override
@@ -229,11 +229,11 @@ class TorchPopulation(Population, TorchPolicy):
             module = bare(type(whole.module))  # type: ignore[arg-type]
             module.__dict__ = attributes
             self.replace(module)
-        vars(self.module).update(attributes)  # it may have been changed
+        vars(self.module).update(attributes)  # since the module of `whole` may have changed
 
 
 class _Members:
-    """In front of a module's class: its tensors have a leading axis of N, and keep their names."""
+    """Mixed into a module's class: calls each member for its rows. Tensors get a leading axis N and keep their names."""
 
     _member: type[nn.Module]
     _group: MemberLanes
@@ -243,10 +243,10 @@ class _Members:
 
     def forward(self, *inputs: Any) -> Any:
         module: Any = self
-        one: Any = bare(self._member)
-        one.__dict__ = vars(self)
+        member: Any = bare(self._member)
+        member.__dict__ = vars(self)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        act = partial(self._group.answers, TORCH, partial(functional_call, one), tensors, inputs)
+        act = partial(self._group.answers, TORCH, partial(functional_call, member), tensors, inputs)
         allowed = _MAPPED.setdefault(module, {})
         modes = tuple(part.training for part in module.modules())
         if modes in allowed:

@@ -112,7 +112,7 @@ class RandomActor(Actor):
 
 
 class RandomStart:
-    """Another actor with its first `count` actions replaced by random ones. It is still called, for its outputs."""
+    """Another actor with its first `count` actions replaced by random ones. It is still called, for other outputs."""
 
     def __init__(
         self, actor: Actor, inputs: ActorInputs, key: Key, lanes: Any, start: int, count: int, head: Head | None
@@ -123,7 +123,7 @@ class RandomStart:
         self.running, self.restart = actor.running, actor.restart
 
     def again(self, inputs: ActorInputs, /) -> bool:
-        """False: the policy's own actor begins the next rollout."""
+        """False, since the policy's own actor begins the next rollout."""
         return False
 
     def act(self, t: int) -> Any:
@@ -139,9 +139,9 @@ class RandomStart:
 
 
 def put_random(columns: Columns, drawn: RandomActor, head: Head | None, spec: ActionSpec, rows: Any) -> None:
-    """Replace these rows of a policy's outputs, what follows from its action included, by random ones."""
-    beside = {} if head is None else head.record(TORCH, drawn.actions, spec)
-    for name, column in {**beside, "action": drawn.actions}.items():
+    """Replace `rows` of a policy's outputs by random actions, with the entries and log-probabilities of these."""
+    entries = {} if head is None else head.record(TORCH, drawn.actions, spec)
+    for name, column in {**entries, "action": drawn.actions}.items():
         columns[name,][rows] = column[rows]
     if (column := columns.get(("action_log_prob",))) is not None:
         column[rows] = in_shares(drawn.log_prob, column.shape)[rows]
@@ -153,9 +153,9 @@ def _draw(spec: ActionSpec, uniform: Tensor, observation: Any) -> tuple[Tensor, 
 
 
 def action_mask(observation: Any, spec: ActionSpec, lead: int = 1) -> list[Any] | None:
-    """The masks [P, n] of allowed actions of each choice, arrays of Torch, NumPy or JAX; None if there are none.
+    """The mask [P, n] of allowed actions for each choice, an array of Torch, NumPy or JAX; None if there is none.
 
-    They have `lead` dimensions before their last one.
+    A mask counts if it has `lead` dimensions before its last one.
     """
     if isinstance(spec, GroupedSpec):
         return _masks_of_agents(observation, spec)
@@ -166,16 +166,16 @@ def action_mask(observation: Any, spec: ActionSpec, lead: int = 1) -> list[Any] 
 
 
 def _masks_of_agents(observation: Any, spec: GroupedSpec) -> list[Any] | None:
-    """The masks of all agents, by group, with None for those of groups without."""
+    """The masks of all agents, group after group, with None for agents of groups without a mask."""
     masks: list[Any] = []
     for name, group in spec.groups.items():
-        own = action_mask(observation[name]["observation"], group.action_spec, 2)
-        masks += [*own[0].swapaxes(0, 1)] if own else [None] * (group.n * len(group.action_spec.categories))
+        of_group = action_mask(observation[name]["observation"], group.action_spec, 2)
+        masks += [*of_group[0].swapaxes(0, 1)] if of_group else [None] * (group.n * len(group.action_spec.categories))
     return None if all(mask is None for mask in masks) else masks
 
 
 def in_shares(log_prob: Any, shape: Sequence[int]) -> Any:
-    """Log-probabilities [...] in the `shape` [..., *parts] of a policy's own, whose parts add up to them."""
+    """Log-probabilities [...] split evenly into the `shape` [..., *parts] of a policy's own, which add up to them."""
     parts = shape[log_prob.ndim :]
     return log_prob.reshape(*log_prob.shape, *[1] * len(parts)) / math.prod(parts)
 
@@ -204,13 +204,14 @@ def _choices(xp: Any, spec: ActionSpec, uniform: Any, masks: Any) -> tuple[Any, 
         counts = xp.constant(np.array(spec.categories, np.float32), uniform)
         chosen = xp.minimum(xp.floor_int(uniform * counts), xp.floor_int(counts) - 1)
         log_prob = xp.full(uniform.shape[:-1], -sum(map(math.log, spec.categories)), uniform)
-        return encode_choices(xp, [chosen[..., each] for each in range(len(spec.categories))], spec), log_prob
-    pairs = [_choice(xp, uniform[..., i], *each) for i, each in enumerate(zip(spec.categories, masks, strict=True))]
-    return encode_choices(xp, [index for index, _ in pairs], spec), reduce(add, (each for _, each in pairs))
+        return encode_choices(xp, [chosen[..., i] for i in range(len(spec.categories))], spec), log_prob
+    choices = enumerate(zip(spec.categories, masks, strict=True))
+    pairs = [_choice(xp, uniform[..., i], count, mask) for i, (count, mask) in choices]
+    return encode_choices(xp, [index for index, _ in pairs], spec), reduce(add, (log_prob for _, log_prob in pairs))
 
 
 def _choice(xp: Any, uniform: Any, count: int, mask: Any) -> tuple[Any, Any]:
-    """One choice [...], of those that a mask [..., count] allows, and its log-probability."""
+    """One choice [...] among those that a mask [..., count] allows, and its log-probability."""
     if mask is None:
         chosen = xp.clip(xp.floor_int(uniform * count), 0, count - 1)
         return chosen, xp.full(uniform.shape, -math.log(count), uniform)
@@ -222,8 +223,8 @@ def _choice(xp: Any, uniform: Any, count: int, mask: Any) -> tuple[Any, Any]:
 
 
 def _integers(xp: Any, space: Any, uniform: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Both bounds are among the choices, but for ranges beyond 63 bits, and in JAX beyond those of int32."""
-    low, high = (np.clip(each.astype(np.int64), *xp.integers) for each in (space.low, space.high))
+    """Integers of a Box and their log-probabilities. Bounds beyond `xp.integers`, in JAX beyond int32, are clipped."""
+    low, high = (np.clip(bound.astype(np.int64), *xp.integers) for bound in (space.low, space.high))
     counts = (high.astype(np.float64) - low + 1).astype(np.float32)
     action = xp.integers_between(low, high, uniform * xp.constant(counts, uniform))
     return action, xp.full(shape, -float(np.log(high.astype(np.float64) - low + 1).sum()), uniform)
@@ -234,11 +235,11 @@ def _components(xp: Any, space: Any, uniform: Any) -> tuple[Any, Any]:
     below, above = np.isfinite(space.low), np.isfinite(space.high)
     width = np.where(below & above, space.high.astype(np.float64) - space.low, 1)
     ends = (np.where(finite, end, 0) for finite, end in ((below, space.low), (above, space.high)))
-    low, high, density = (xp.constant(each.astype(np.float32), uniform) for each in (*ends, -np.log(width)))
+    low, high, density = (xp.constant(array.astype(np.float32), uniform) for array in (*ends, -np.log(width)))
     inside = xp.minimum(xp.maximum(low * (1 - uniform) + high * uniform, low), high)
     if (below & above).all():
         return inside, xp.broadcast(density, inside)[0]
-    has_low, has_high, bounded = (xp.constant(each, uniform) for each in (below, above, below & above))
+    has_low, has_high, bounded = (xp.constant(mask, uniform) for mask in (below, above, below & above))
     tail, normal = -xp.log(uniform), xp.ndtri(uniform)
     unbounded = xp.where(has_low, low + tail, xp.where(has_high, high - tail, normal))
     one_sided = xp.where(has_low | has_high, -tail, -0.5 * normal**2 - 0.5 * math.log(2 * math.pi))

@@ -27,11 +27,11 @@ def state_dict_of(params: Any, backend: str) -> dict[str, Tensor]:
 
 
 def _tensor(name: str, leaf: Any) -> Tensor:
-    """A copy of a number or an array of Torch, JAX or NumPy as a tensor."""
+    """A copy of a number or an array of Torch, JAX or NumPy as a tensor; `name` is for messages."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()
     array = np.array(leaf)
-    if array.dtype.name == "bfloat16":  # which NumPy itself lacks
+    if array.dtype.name == "bfloat16":  # a dtype that JAX adds to NumPy
         return torch.from_numpy(array.astype(np.float32)).bfloat16()
     if array.dtype.kind not in "biufc":
         raise TypeError(
@@ -101,7 +101,7 @@ def copied(own: Any, given: Any, backend: str) -> Any:
 
 
 def jax_arrays(tree: Any) -> Any:
-    """A pytree of numbers, arrays and tensors as live arrays of JAX without weak types; or TypeError, ValueError."""
+    """The pytree with JAX arrays without weak types; TypeError unless all are arrays, ValueError for deleted ones."""
     jax = import_jax()
 
     def array_of(path: Any, leaf: Any) -> Any:
