@@ -233,7 +233,7 @@ class TorchPopulation(Population, TorchPolicy):
 
 
 class _Members:
-    """Mixed into a module's class: calls each member for its rows. Tensors get a leading axis N and keep their names."""
+    """Mixed into a module's class: calls each member for its rows. Tensors have a leading axis N and the same names."""
 
     _member: type[nn.Module]
     _group: MemberLanes

@@ -99,7 +99,7 @@ class Categorical(_Discrete):
 
     def entropy(self, xp: Any, parameters: Parameters, spec: ActionSpec) -> Any:
         logs = map(xp.log_softmax, _split(self._logits(parameters), spec))
-        # The logit of a choice that is ruled out is minus infinity; it adds nothing.
+        # The logit of a choice that is ruled out is minus infinity, and adds nothing.
         parts = [-(xp.exp(log) * xp.where(log == -math.inf, 0.0, log)).sum(-1) for log in logs]
         return functools.reduce(operator.add, parts)
 
@@ -159,8 +159,8 @@ class EpsilonGreedy(Greedy):
             return super().sample(xp, parameters, noise, spec)
         chosen = []
         for i, (part, count) in enumerate(zip(_split(parameters[0], spec), spec.categories, strict=True)):
-            anything = xp.clip(xp.floor_int(noise[..., 1, i] * count), 0, count - 1)
-            chosen.append(xp.where(noise[..., 0, i] < self.epsilon, anything, part.argmax(-1)))
+            random = xp.clip(xp.floor_int(noise[..., 1, i] * count), 0, count - 1)
+            chosen.append(xp.where(noise[..., 0, i] < self.epsilon, random, part.argmax(-1)))
         return {"action": encode_choices(xp, chosen, spec)}
 
     def log_prob(self, xp: Any, parameters: Parameters, outputs: Outputs, spec: ActionSpec) -> Any:
@@ -168,12 +168,12 @@ class EpsilonGreedy(Greedy):
         indices = _decode(outputs["action"], spec)
         for part, index, count in zip(_split(parameters[0], spec), indices, spec.categories, strict=True):
             share = self.epsilon / count
-            nan = xp.where(part == part, 0.0, part).sum(-1)
+            nan = xp.where(part == part, 0.0, part).sum(-1)  # 0, or NaN if a value is
             total = total + xp.log(xp.where(part.argmax(-1) == index, share + (1 - self.epsilon), share)) + nan
         return total
 
     def entropy(self, xp: Any, parameters: Parameters, spec: ActionSpec) -> Any:
-        def surprise(probability: Any) -> Any:  # nothing for a probability of 0
+        def surprise(probability: Any) -> Any:  # 0 for a probability of 0
             return -probability * xp.log(xp.where(probability == 0, 1.0, probability))
 
         first = parameters[0][..., 0]
@@ -194,7 +194,7 @@ def epsilon_greedy(epsilon: float) -> Head:
     >>> epsilon_greedy(0.1).names
     ('action_value',)
     """
-    check_number("epsilon", epsilon, most=1, example=0.1)  # which may be no number
+    check_number("epsilon", epsilon, most=1, example=0.1)  # before `float`, whose error would not name it
     return EpsilonGreedy(epsilon=float(epsilon))
 
 
@@ -329,7 +329,7 @@ class TanhNormal(Bounded):
         return super().entropy(xp, parameters, spec) + _total((slope * weights).sum(-1), spec)
 
     def _slope(self, xp: Any, raw: Any, low: Any, high: Any) -> Any:
-        """The logarithm of the squashed action's slope; unlike Torch's softplus, no bit depends on a number's place."""
+        """The logarithm of the squashing's slope. With Torch's softplus, bits would depend on a number's position."""
         return 2 * (math.log(2) - abs(raw) - xp.log1p(xp.exp(-2 * abs(raw)))) + xp.log((high - low) / 2)
 
 

@@ -1,4 +1,4 @@
-"""What a head is, and heads that are made of a distribution of another library."""
+"""The base class of heads, and heads over a distribution of another library."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Outputs = Mapping[str, Any]  # by their keys in a batch
 
 @dataclass(frozen=True)
 class Head:
-    """The members of a head, which by default draws and scores nothing.
+    """Base class of heads. By default a head needs no noise and gives no log-probability.
 
     `xp` holds the functions of `funcollect.policies.numerics`. The network returns what `parse` reads, or a dict that
     holds it under the keys `names`.
@@ -43,8 +43,8 @@ class Head:
     """
 
     name: str  # in `funcollect.heads`
-    names: tuple[str, ...]
-    chooses: ClassVar[bool] = True  # whether a discrete action is one of the space's in any case
+    names: tuple[str, ...]  # of the parameters that it reads, in a dict that the network returns
+    chooses: ClassVar[bool] = True  # whether its discrete actions always lie in the space
     varying: ClassVar[tuple[str, ...]] = ()  # the fields that may change during a run
 
     @property
@@ -57,7 +57,7 @@ class Head:
         return replace(self, **values)
 
     def check(self, spec: ActionSpec) -> None:
-        """Raise ValueError if the action space does not suit."""
+        """Raise ValueError if the head cannot act in the action space."""
 
     def noise(self, spec: ActionSpec) -> Noise | None:
         """The random numbers to draw ahead for one step of one lane, or None."""
@@ -68,15 +68,15 @@ class Head:
         raise NotImplementedError
 
     def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Outputs:
-        """The ``action`` and the entries recorded with it; `noise` is None for the mode."""
+        """The ``action`` and the entries to record with it; `noise` is None for the mode."""
         raise NotImplementedError
 
     def record(self, xp: Any, action: Any, spec: ActionSpec) -> Outputs:
-        """What `sample` would have returned with an action that was chosen otherwise."""
+        """The outputs that `sample` would have returned for an action that the head did not choose."""
         return {"action": action}
 
     def log_prob(self, xp: Any, parameters: Parameters, outputs: Outputs, spec: ActionSpec) -> Any:
-        """The log-probability [...] of what `sample` or `record` returned; None if the head defines none."""
+        """The log-probability [...] of the outputs of `sample` or `record`; None if the head defines none."""
         return None
 
     def entropy(self, xp: Any, parameters: Parameters, spec: ActionSpec) -> Any:
@@ -149,54 +149,54 @@ class FromDistribution(Head):
             )
         return tuple(in_32_bits(xp, part) for part in parts)
 
-    def _made(self, parameters: Parameters) -> Any:
+    def _build(self, parameters: Parameters) -> Any:
         return self.distribution(**dict(zip(self.names, parameters, strict=True)))
 
     def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Outputs:
         if xp is TORCH:
-            made = self._made(parameters)
-            if not isinstance(made, distributions.Distribution):
+            built = self._build(parameters)
+            if not isinstance(built, distributions.Distribution):
                 raise PolicyError(
-                    f"the head {self.name} made {shown(made)}, expected a torch.distributions.Distribution: return "
+                    f"the head {self.name} made {shown(built)}, expected a torch.distributions.Distribution: return "
                     "one, or use the head with funcollect.jax_policy"
                 )
-            action = made.sample() if noise is not None else _mode(made, self.name)
+            action = built.sample() if noise is not None else _mode(built, self.name)
             return {"action": action if spec.dtype.is_floating_point else action.to(spec.dtype)}  # Bernoulli has floats
         if noise is None:
-            return {"action": self._made(parameters).mode()}
-        draw = import_jax().vmap(lambda key, *own: self._made(own).sample(seed=key))
+            return {"action": self._build(parameters).mode()}
+        draw = import_jax().vmap(lambda key, *row: self._build(row).sample(seed=key))
         with own_generator():
             return {"action": draw(noise, *parameters)}
 
     def log_prob(self, xp: Any, parameters: Parameters, outputs: Outputs, spec: ActionSpec) -> Any:
         value = action = outputs["action"]
         if xp is TORCH and not action.is_floating_point():
-            # Torch's Bernoulli takes floats; 16 bits would not hold an index.
+            # Torch's Bernoulli takes floats. Those of 16 bits cannot hold every index.
             value = action.to(torch.promote_types(parameters[0].dtype, torch.float32))
-        return _summed(self._made(parameters).log_prob(value), action.ndim - len(spec.shape))
+        return _summed(self._build(parameters).log_prob(value), action.ndim - len(spec.shape))
 
     def entropy(self, xp: Any, parameters: Parameters, spec: ActionSpec) -> Any:
-        made = self._made(parameters)
+        built = self._build(parameters)
         try:
-            entropy = made.entropy()
+            entropy = built.entropy()
         except NotImplementedError:  # Torch defines none for some distributions
             return None
-        whole = made.batch_shape + made.event_shape if hasattr(made, "batch_shape") else made.mode().shape
-        return _summed(entropy, len(whole) - len(spec.shape))
+        shape = built.batch_shape + built.event_shape if hasattr(built, "batch_shape") else built.mode().shape
+        return _summed(entropy, len(shape) - len(spec.shape))
 
 
-def _mode(made: distributions.Distribution, name: str) -> torch.Tensor:
+def _mode(distribution: distributions.Distribution, name: str) -> torch.Tensor:
     """The mode, or the mean of a distribution that has none; PolicyError if it has neither."""
     for statistic in ("mode", "mean"):
         with contextlib.suppress(NotImplementedError):  # Torch defines none for some distributions
-            found: torch.Tensor = getattr(made, statistic)
-            return torch.where(found.isnan(), made.mean, found) if found.is_floating_point() else found
+            found: torch.Tensor = getattr(distribution, statistic)
+            return torch.where(found.isnan(), distribution.mean, found) if found.is_floating_point() else found
     raise PolicyError(
-        f"the head {name} made {shown(made)}, which has neither a mode nor a mean, expected one to act "
+        f"the head {name} made {shown(distribution)}, which has neither a mode nor a mean, expected one to act "
         "deterministically: act with ExplorationType.RANDOM, or use a distribution that has one"
     )
 
 
 def _summed(score: Any, dims: int) -> Any:
-    """A score [...] with what lies beyond the first `dims` dimensions, independent components, added up."""
+    """A score [...] summed over the dimensions after the first `dims`, which are independent components."""
     return score.sum(tuple(range(dims, score.ndim))) if score.ndim > dims else score

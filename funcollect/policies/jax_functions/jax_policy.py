@@ -93,7 +93,7 @@ def random_parameter(apply: Callable[..., Any]) -> Literal["key", "keys"] | None
 
 
 class WithEnvState(NamedTuple):
-    """What a policy that reads the environment's state gets for an observation."""
+    """The observation of a policy that reads the environment's state."""
 
     observation: Any  # [P, ...], in the structure of its space
     env_state: Any  # the environment's own, a pytree [P, ...]
@@ -114,7 +114,7 @@ def check_sees_all(policy: Policy, where: str) -> None:
 
 
 class FunctionPolicy(base.HeadedPolicy):
-    """Base class of policies over a traced function, with the arguments of `jax_policy`. Subclasses add `params`."""
+    """Base class of policies over a traced function, with the arguments of `jax_policy`; subclasses have `params`."""
 
     backend: Literal["jax"] = "jax"
     reads_env_state = False
@@ -155,7 +155,7 @@ class FunctionPolicy(base.HeadedPolicy):
     def answer(
         self, spec: ActionSpec, stochastic: bool, bound: BoundParams, policy_state: Any, observation: Any, noise: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """One traced step: the next policy state and the outputs."""
+        """One traced step: the next policy state, and the outputs, with `PROBE` if a head gives no log-probability."""
         (params, values), keys = bound, {}
         num_envs = len(import_jax().tree.leaves(observation)[0])
         if self.takes_key:
@@ -174,8 +174,8 @@ class FunctionPolicy(base.HeadedPolicy):
         outputs = {**extras, **recorded, **head.sample(xp, parameters, noise if stochastic else None, spec)}
         log_prob = head.log_prob(xp, parameters, outputs, spec)
         if log_prob is None:
-            flat = (each.reshape(num_envs, -1) for each in parameters)
-            outputs[program.PROBE] = sum(xp.where(each == each, 0.0, each).sum(-1) for each in flat)
+            flat = (array.reshape(num_envs, -1) for array in parameters)
+            outputs[program.PROBE] = sum(xp.where(array == array, 0.0, array).sum(-1) for array in flat)
         else:
             outputs["action_log_prob"] = log_prob
         return policy_state, outputs
@@ -200,7 +200,7 @@ class FunctionPolicy(base.HeadedPolicy):
         return JaxActor(self, inputs)
 
     def _over_tensors(self, inputs: ActorInputs) -> Callable[..., Any]:
-        """One step as a jitted call on arrays over tensors of an accelerator; on the CPU `JaxActor` costs less."""
+        """A jitted step for `ProtocolActor`, on arrays over an accelerator's tensors; on the CPU `JaxActor` is faster."""
         spec, stochastic, bound = inputs.spec, inputs.stochastic, inputs.bound
 
         def step(bound: BoundParams, policy_state: Any, observation: Any, noise: Any, t: Any) -> Any:
@@ -238,19 +238,19 @@ class JaxPolicy(FunctionPolicy):
                 f"the policy's function refers to {', '.join(changed)}, set since it was compiled, which has no "
                 "effect: pass changing values in params, or make another policy with funcollect.jax_policy"
             )
-        given = self.params if params is None else params
-        leaves, memo = jax.tree.leaves(given), memo_of(self)
+        source = self.params if params is None else params
+        leaves, memo = jax.tree.leaves(source), memo_of(self)
         same, last = (lambda one, two: one is two and not one.is_deleted()), memo.get("prepared")
         if last and len(leaves) == len(last[0]) and all(map(same, leaves, last[0])):
             return last[1]
-        prepared = jax_arrays(given if params is None else matched(self.params, given, self.backend))
+        prepared = jax_arrays(source if params is None else matched(self.params, source, self.backend))
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             memo["prepared"] = (leaves, prepared)
         return prepared
 
 
 def as_given(policy: Any, saved: Mapping[str, Any] | None) -> Any:
-    """The result of a policy's `state_dict` in the form in which parameters are given: a pytree like its own in JAX."""
+    """The result of a policy's `state_dict` in the form of its `params`: for a JAX policy a pytree like them."""
     return matched(policy.params, saved, policy.backend) if saved and isinstance(policy, JaxPolicy) else saved
 
 
@@ -262,13 +262,13 @@ class JaxActor(Actor):
     def __init__(self, policy: FunctionPolicy, inputs: ActorInputs) -> None:
         memo: dict[Hashable, program.StepProgram] = memo_of(policy)
         self._per_lane = program.per_lane(inputs)
-        which = ("host step", id(inputs.spec), inputs.stochastic, inputs.num_envs, self._per_lane)
-        if which not in memo:  # the program holds the spec, so that no other one takes its id
-            memo[which] = program.StepProgram(partial(policy.answer, inputs.spec, inputs.stochastic), inputs)
-        self._made = made = memo[which]
-        self._step, self._plain, self._outputs, self._finish = made.step, made.plain, made.outputs, policy.finish
-        self._inputs, self._params = program.PackedInputs(inputs), None
-        self._scalar = made.outputs.row["action"] == made.outputs.dtypes["action"] == np.int32
+        name = ("host step", id(inputs.spec), inputs.stochastic, inputs.num_envs, self._per_lane)
+        if name not in memo:  # the program holds the spec, so that no other one takes its id
+            memo[name] = program.StepProgram(partial(policy.answer, inputs.spec, inputs.stochastic), inputs)
+        self._program = memo[name]
+        self._step, self._plain, self._outputs = self._program.step, self._program.plain, self._program.outputs
+        self._inputs, self._params, self._finish = program.PackedInputs(inputs), None, policy.finish
+        self._scalar = self._outputs.row["action"] == self._outputs.dtypes["action"] == np.int32
         self.again(inputs)
 
     @override
@@ -276,8 +276,8 @@ class JaxActor(Actor):
         if program.per_lane(inputs) != self._per_lane:
             return False
         self._rollout, self._recurrent = inputs, inputs.policy_state
-        if (params := self._made.params(inputs)) is not self._params:
-            # A call that returns a state would commit it to the buffer's device, and JAX would compile again for that.
+        if (params := self._program.params(inputs)) is not self._params:
+            # A JAX array as buffer would commit a returned state to its device, and JAX would compile again for that.
             self._buffer = self._inputs.argument(params) if self._plain else self._inputs.buffer
             self._params = params
         self._noise: Any = [None] * inputs.length if inputs.noise is None else inputs.noise.numpy()
@@ -337,8 +337,8 @@ def traced_policy(
         else:
             exploration = Exploration(exploration_type, bound[1])
             with tracing("the call of the policy"):
-                given = base.split_call(policy(bound[0], policy_state, observation, drawn, spec, exploration))
-            policy_state, outputs = given[0], dict(given[1])
+                result = base.split_call(policy(bound[0], policy_state, observation, drawn, spec, exploration))
+            policy_state, outputs = result[0], dict(result[1])
         check_action(outputs["action"], spec, num_envs)
         check_rows(outputs, num_envs)
         for name, output in outputs.items():
@@ -358,5 +358,5 @@ def traced_random(spec: ActionSpec, draw: program.Draw, observation: Any) -> tup
 
 
 def match_log_prob(log_prob: Any, like: Any) -> Any:
-    """Log-probabilities [P] in the shape of a policy's own: [P], or [P, n] in shares that add up to them."""
+    """Log-probabilities [P] in the shape and dtype of a policy's own `like`: [P], or [P, n] in equal shares."""
     return import_jax().numpy.broadcast_to(in_shares(log_prob, like.shape), like.shape).astype(like.dtype)

@@ -26,11 +26,11 @@ from funcollect.protocols import ActorInputs, Columns
 from funcollect.threefry import Pair, hashed_in_jax
 
 Words = npt.NDArray[np.int32]
-# From bound parameters, a state, an observation, and noise or a function that draws it.
+# (bound parameters, state, observation, noise or a function that draws it) -> (next state, outputs)
 TracedCall = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]
-Draw = Callable[[int], Any]  # draws as many words for each lane: uint32 [width, P]
+Draw = Callable[[int], Any]  # draws so many words for each lane: width -> uint32 [width, P]
 
-PROBE = "what the head reads"  # NaN if the inputs of a head are, for heads without a log-probability
+PROBE = "what the head reads"  # an output [P] that is NaN if a head's inputs are, for heads without a log-probability
 
 _LARGEST_VECTOR = 1 << 16  # floats
 
@@ -45,8 +45,8 @@ class StepProgram:
     def __init__(self, answer: TracedCall, actor_inputs: ActorInputs) -> None:
         jax = import_jax()
         noise = None if actor_inputs.noise is None else actor_inputs.noise[0].numpy()
-        given = (actor_inputs.bound, actor_inputs.policy_state, actor_inputs.observation, noise)
-        shapes = jax.eval_shape(answer, *given)[1]
+        arguments = (actor_inputs.bound, actor_inputs.policy_state, actor_inputs.observation, noise)
+        shapes = jax.eval_shape(answer, *arguments)[1]
         check_action(shapes["action"], actor_inputs.spec, actor_inputs.num_envs)
         self.outputs = PackedOutputs(shapes, actor_inputs.num_envs)
         self._ravel, unravel = _as_vector(actor_inputs.bound)
@@ -70,7 +70,7 @@ class StepProgram:
 
 
 def per_lane(actor_inputs: ActorInputs) -> tuple[str, ...]:
-    """The names of the exploration values that are arrays [P] and no numbers."""
+    """The names of the exploration values that are arrays [P] instead of numbers."""
     return tuple([name for name, value in actor_inputs.exploration.values.items() if not isinstance(value, float)])
 
 
@@ -100,8 +100,8 @@ class PackedOutputs:
         check_rows(outputs, num_envs)
         names = sorted(outputs, key=lambda name: (name != "action", name))
         self.dtypes = {name: np.dtype(outputs[name].dtype) for name in names}
-        if made := [name for name, dtype in self.dtypes.items() if dtype.kind == "c"]:
-            raise PolicyError(f"the policy's outputs {made} are complex, expected real numbers: return two for each")
+        if wrong := [name for name, dtype in self.dtypes.items() if dtype.kind == "c"]:
+            raise PolicyError(f"the policy's outputs {wrong} are complex, expected real numbers: return two for each")
         self.row = np.dtype([(name, _carrier(dtype), outputs[name].shape[1:]) for name, dtype in self.dtypes.items()])
 
     def pack(self, outputs: Mapping[str, Any]) -> Any:
@@ -122,8 +122,8 @@ class PackedOutputs:
     def columns(self, words: Words) -> Columns:
         """All outputs as tensors, of the dtypes in which the policy returned them."""
         tensors = {name: torch.from_numpy(self.unpack(words, name)) for name in self.dtypes}
-        halves = {name: each.bfloat16() for name, each in tensors.items() if self.dtypes[name].name == "bfloat16"}
-        return {(name,): each for name, each in (tensors | halves).items()}
+        halves = {name: column.bfloat16() for name, column in tensors.items() if self.dtypes[name].name == "bfloat16"}
+        return {(name,): column for name, column in (tensors | halves).items()}
 
 
 class PackedInputs:
@@ -141,7 +141,7 @@ class PackedInputs:
         ends = list(itertools.accumulate((array.size for array in arrays), initial=0))
         self.buffer = aligned((ends[-1],), np.dtype(np.int32))
         places = itertools.starmap(slice, itertools.pairwise(ends))
-        self._layout = [(where, each.shape, each.dtype) for where, each in zip(places, arrays, strict=True)]
+        self._layout = [(where, array.shape, array.dtype) for where, array in zip(places, arrays, strict=True)]
         views = [self.buffer[where].view(dtype).reshape(shape) for where, shape, dtype in self._layout]
         self._copies = list(zip(views, sources, strict=False))
         self._noise = views[len(sources) :]
@@ -154,11 +154,11 @@ class PackedInputs:
             view[...] = noise
 
     def argument(self, params: Any) -> Any:
-        """The buffer, over its own memory, as a call with `params` takes it: as JAX's, which is cheaper, on its CPU."""
+        """The buffer as an argument beside `params`; if they are on JAX's CPU, as a JAX array over it, for speed."""
         jax = import_jax()
-        home = set(jax.local_devices(backend="cpu")[:1])
-        here = jax.default_backend() == "cpu" and all(leaf.devices() == home for leaf in jax.tree.leaves(params))
-        return jax_view(torch.from_numpy(self.buffer)) if here else self.buffer
+        cpu = set(jax.local_devices(backend="cpu")[:1])
+        on_cpu = jax.default_backend() == "cpu" and all(leaf.devices() == cpu for leaf in jax.tree.leaves(params))
+        return jax_view(torch.from_numpy(self.buffer)) if on_cpu else self.buffer
 
     def unpack(self, buffer: Any, others: Sequence[Any]) -> tuple[Any, Any]:
         """The observation, and the noise or None; traced."""
@@ -170,7 +170,7 @@ class PackedInputs:
 
 
 def drawing(keys: Pair, steps: Any) -> Draw:
-    """Draws with the lanes' keys [P] at the step with the number `steps` [2], low word first."""
+    """A function that draws with the lanes' keys [P] at the step with the number `steps` [2], low word first."""
 
     def words(width: int) -> Any:  # lanes are the last dimension: XLA then uses the processor's vectors
         jnp = import_jax().numpy
@@ -193,7 +193,7 @@ def draw_noise(noise: Noise, draw: Draw) -> Any:
 def split_key(words: Any, num_envs: int) -> tuple[Any, Draw]:
     """Another key like `words`, [2] or [P, 2], for a function's own use, and independent draws for P lanes."""
     jnp = import_jax().numpy
-    pair, none = (words[..., 0], words[..., 1]), np.uint32(0)
+    pair, zero = (words[..., 0], words[..., 1]), np.uint32(0)
     lanes = np.arange(1, 1 + num_envs, dtype=np.uint32) if words.ndim == 1 else np.uint32(1)
-    own = jnp.stack(hashed_in_jax(pair, none, none), -1)
-    return own, drawing(hashed_in_jax(pair, none, lanes), np.zeros(2, np.uint32))
+    key = jnp.stack(hashed_in_jax(pair, zero, zero), -1)
+    return key, drawing(hashed_in_jax(pair, zero, lanes), np.zeros(2, np.uint32))
