@@ -59,15 +59,15 @@ class LoweredPolicy(FunctionPolicy):
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(initial_carry)[0]):
             raise LoweringError("initial_state requires grad, so it may change: pass a constant one")
         initial = optree.tree_map(lambda leaf: np.asarray(torch.as_tensor(leaf).cpu()), plain(initial_carry))
-        recorded = isinstance(source, TorchPolicy) and source.record_state
-        super().__init__(self.traced, source.head, initial, record_state=recorded)
+        record_state = isinstance(source, TorchPolicy) and source.record_state
+        super().__init__(self.traced, source.head, initial, record_state=record_state)
         self.source = source
         self.exploration_type = exploration_type  # the interaction type for a TensorDict policy's distributions
         self.single = single  # whether a TensorDict policy's module is called without a batch dimension; P is 1 then
         self.ties = isinstance(source, TensorDictPolicy)
         self._carries_init = isinstance(source, TensorDictPolicy) and INIT in (initial_carry or {})
         self.dtypes: dict[str, torch.dtype] = {}  # of outputs whose dtypes JAX lacks, by dotted name
-        self.nested: list[Path] = []  # outputs that the loop has under dotted names
+        self.nested: list[Path] = []  # outputs that have dotted names in the loop
         recurrent = lanes_of(initial_carry, len(leaves_of(observation)[0][0]), source.device)
         self.lowered = self._lowered(_checked_module(source), observation, recurrent)
         _check_answer(self, observation, recurrent)
@@ -76,9 +76,9 @@ class LoweredPolicy(FunctionPolicy):
         return f"{type(self).__name__}({self.source})"
 
     def _lowered(self, module: nn.Module, observation: Any, recurrent: Any) -> Lowered:
-        place = next((parameter.device for parameter in module.parameters()), None)
-        given = (observation, recurrent) if place is None else moved((observation, recurrent), place)
-        inputs = self.source.arguments(*given)
+        device = next((parameter.device for parameter in module.parameters()), None)
+        example = (observation, recurrent) if device is None else moved((observation, recurrent), device)
+        inputs = self.source.arguments(*example)
         if isinstance(self.source, TensorDictPolicy):
             batch = TensorDict(inputs[0], batch_size=[len(leaves_of(observation)[0][0])])
             inputs = (batch[0] if self.single else batch,)
@@ -90,7 +90,7 @@ class LoweredPolicy(FunctionPolicy):
         tree, arguments = import_jax().tree, self.source.arguments(observation, state)
         if self.single:
             arguments = tree.map(lambda leaf: leaf[0], arguments)
-        with set_interaction_type(self.exploration_type):  # new shapes export it once more
+        with set_interaction_type(self.exploration_type):  # since new shapes may export the module again
             answer = self.lowered.apply(opened(params), *arguments)
         return self.to_outputs(tree.map(lambda leaf: leaf[None], answer) if self.single else answer, state)
 
@@ -101,11 +101,11 @@ class LoweredPolicy(FunctionPolicy):
 
     @override
     def prepare(self, params: Any) -> dict[str, Any]:
-        """Copies of parameters, laid out for JAX; `params` as the Torch policy takes them, or the result of this."""
-        return self._own(self.lend(params))
+        """Copies of parameters, laid out for JAX; `params` are as for the Torch policy, or a result of `prepare`."""
+        return self._split(self.lend(params))
 
     def lend(self, params: Any) -> dict[str, Any] | Joined:
-        """The same without a program that copies: only for this thread, until its next call of this or of `prepare`.
+        """As `prepare`, but without a copy: valid in this thread, until its next call of `lend` or `prepare`.
 
         Call it within `torch_followed`, since Torch may still be writing them.
         """
@@ -116,32 +116,32 @@ class LoweredPolicy(FunctionPolicy):
 
     def laid_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Copies of tensors by name, as JAX has them."""
-        return self._own(self._joined(tensors))
+        return self._split(self._joined(tensors))
 
-    def _own(self, arrays: dict[str, Any] | Joined) -> dict[str, Any]:
+    def _split(self, arrays: dict[str, Any] | Joined) -> dict[str, Any]:
         if not isinstance(arrays, Joined):
             return arrays
         follow_torch(*next(iter(arrays.arrays.values())).devices())
         return self._copied("open", opened, arrays)
 
-    def _copied(self, which: str, function: Callable[[Any], Any], tensors: Any) -> dict[str, Any]:
-        """The result of a program, complete before the memory of `tensors` is written again."""
-        copies: dict[str, Any] = import_jax().block_until_ready(compiled(self, which, function)(tensors))
+    def _copied(self, name: str, function: Callable[[Any], Any], tensors: Any) -> dict[str, Any]:
+        """The result of a program. It waits for the program, so that the memory of `tensors` may be written again."""
+        copies: dict[str, Any] = import_jax().block_until_ready(compiled(self, name, function)(tensors))
         return copies
 
     def _joined(self, tensors: Mapping[str, Tensor]) -> dict[str, Any] | Joined:
-        """The tensors as a program's argument; those that cannot be joined as copies by name."""
+        """The tensors joined as a program's argument; if that is impossible, laid-out copies by name."""
         read = {name: tensors[name] for name in self.lowered.names}
-        which = tuple((name, tensor.dtype, tensor.shape, tensor.device) for name, tensor in read.items())
+        form = tuple((name, tensor.dtype, tensor.shape, tensor.device) for name, tensor in read.items())
         memo = memo_of(self)
-        memories = vars(memo["joined"]) if "joined" in memo else {}
-        if which not in memories:
+        joins = vars(memo["joined"]) if "joined" in memo else {}
+        if form not in joins:
             if not _can_join(read):
                 arrays = {name: argument(tensor.detach()) for name, tensor in read.items()}
                 return self._copied("lay out", self.lowered.lay_out, arrays)
-            memories = vars(memo.setdefault("joined", threading.local()))  # another thread may still read its own
-            memories[which] = joining(read, self.lowered.lay_out)
-        return memories[which](read)  # type: ignore[no-any-return]
+            joins = vars(memo.setdefault("joined", threading.local()))  # another thread may still read its own memory
+            joins[form] = joining(read, self.lowered.lay_out)
+        return joins[form](read)  # type: ignore[no-any-return]
 
     def state_dict(self, params: Any = None) -> dict[str, Tensor]:
         """A copy of `params`, or of the module's own, by name, as Torch tensors."""
@@ -149,8 +149,8 @@ class LoweredPolicy(FunctionPolicy):
 
     def load(self, params: Mapping[str, Any]) -> None:
         """Write arrays such as `params`, or the result of `state_dict`, into the user's module."""
-        jax = any(isinstance(leaf, import_jax().Array) for leaf in params.values())
-        self.source.load(self.state_dict(params) if jax else params)
+        in_jax = any(isinstance(leaf, import_jax().Array) for leaf in params.values())
+        self.source.load(self.state_dict(params) if in_jax else params)
 
     def enter(self, state: TorchPolicyState, num_lanes: int) -> Any:
         """The recurrent state for the loop, over the same memory. Its ``is_init`` is True only in the initial state."""
@@ -182,12 +182,12 @@ class LoweredPolicy(FunctionPolicy):
     def finish(self, columns: Columns, spec: ActionSpec, /) -> Columns:
         """The outputs of a loop with the dtypes and nested keys of the Torch policy's."""
         finished = super().finish(columns, spec)
-        places: dict[Path, Path] = {(".".join(path),): path for path in self.nested}
+        nested: dict[Path, Path] = {(".".join(path),): path for path in self.nested}
         wide = {path: leaf.to(self.dtypes.get(".".join(path), leaf.dtype)) for path, leaf in finished.items()}
-        return {places.get(path, path): leaf for path, leaf in wide.items()}
+        return {nested.get(path, path): leaf for path, leaf in wide.items()}
 
     def to_outputs(self, answer: Any, recurrent: Any) -> Any:
-        """The module's answer to a state in the form that the loop takes: for TensorDicts outputs by dotted name."""
+        """The module's answer to a state in the form that the loop takes: for TensorDicts, outputs by dotted name."""
         if not isinstance(self.source, TensorDictPolicy):
             return answer
         outputs, after = self.source.recorded(flatten(answer), recurrent)
@@ -195,7 +195,7 @@ class LoweredPolicy(FunctionPolicy):
         return named if recurrent is None else (named, after)
 
     def note(self, answer: Any, observation: Any, recurrent: Any) -> None:
-        """Remember the nested outputs, and those whose dtype JAX lacks, from the answer to an example, and check it."""
+        """Check the answer to an example, and record which outputs are nested and which have dtypes that JAX lacks."""
         hidden: Mapping[Path, Any] = {}
         if isinstance(self.source, TensorDictPolicy):
             outputs, hidden = self.source.recorded(flatten(answer), recurrent)
@@ -203,9 +203,9 @@ class LoweredPolicy(FunctionPolicy):
             answer = answer if recurrent is None else answer[0]
             outputs = flatten(answer) if isinstance(answer, Mapping) else {}
         self.nested = [path for path in outputs if len(path) > 1]
-        own = [path for path in self.nested if path[0] != "next" or path[1:] not in hidden]
+        extras = [path for path in self.nested if path[0] != "next" or path[1:] not in hidden]
         seen = by_path(observation)
-        if taken := [path for path in own if path[0] in RESERVED or any(overlap(path, other) for other in seen)]:
+        if taken := [path for path in extras if path[0] in RESERVED or any(overlap(path, other) for other in seen)]:
             raise LoweringError(f"the out_keys {taken} stand where a batch has its own: rename them")
         if other := [path for path, leaf in hidden.items() if leaf.dtype != recurrent[path].dtype]:
             raise LoweringError(f"the hidden states {other} change their dtypes in a step: give initial ones like them")
@@ -221,7 +221,7 @@ def _can_join(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def example(space: Space, leaves: Sequence[Leaf], rows: int) -> Any:
-    """Observations [rows, ...] to try a policy with: integers of the space that 32 bits hold, and normal floats."""
+    """Random observations [rows, ...] to try a policy with: normal floats, and integers of the space within 32 bits."""
     space = copy.deepcopy(space)
     space.seed(0)
     drawn = np.random.default_rng(0)
@@ -236,7 +236,7 @@ def example(space: Space, leaves: Sequence[Leaf], rows: int) -> Any:
 
 
 def _checked_module(source: Source) -> nn.Module:
-    """The policy's module; LoweringError if a change of it could not be noticed after it is lowered."""
+    """The policy's module; LoweringError if it cannot be lowered, or if later changes of it could not be noticed."""
     module = source.module
     if not isinstance(module, nn.Module) or isinstance(module, FunctionModule):
         raise LoweringError("a plain function is not lowered, as what it refers to may change: use a torch.nn.Module")
@@ -248,7 +248,7 @@ def _checked_module(source: Source) -> nn.Module:
                 f"{type(part).__name__} is a program of TorchScript, which torch.export does not take: pass its module"
             )
         for name, value in {**own_attributes(part), "forward": type(part).forward}.items():
-            if any(isinstance(each, (Tensor, nn.Module)) and each is not part for each in _held(value)):
+            if any(isinstance(held, (Tensor, nn.Module)) and held is not part for held in _held(value)):
                 raise LoweringError(
                     f"{f'{prefix}.{name}'.removeprefix('.')!r} of {type(module).__name__} holds a tensor or a module "
                     "beside its parameters, buffers and submodules, where a change would not be seen: use "
@@ -258,7 +258,7 @@ def _checked_module(source: Source) -> nn.Module:
 
 
 def _held(value: Any) -> Iterator[Any]:
-    """The contents of a container, what a method or a function refers to, the latter's globals, or the value."""
+    """The contents of a container and those inside; what a function or method refers to, globals too; or the value."""
     if isinstance(value, FunctionType):
         yield from map(value.__globals__.get, value.__code__.co_names)
     if isinstance(value, FunctionType | MethodType):
@@ -273,27 +273,27 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
     """Raise LoweringError unless `policy` and its module agree, and the module does not change its attributes."""
     source: Any = policy.source
     module: Any = source.bound(None)
-    given: Any = (observation, recurrent)
-    look = Look.at(module)
+    example: Any = (observation, recurrent)
+    look, device = Look.at(module), source.run_device
     with torch.no_grad():
-        copied = optree.tree_map(torch.clone, given if source.run_device is None else moved(given, source.run_device))
+        copied = optree.tree_map(torch.clone, example if device is None else moved(example, device))
         eager = source.call_module(module, *copied, policy.exploration_type, single=policy.single)
     if isinstance(source, TensorDictPolicy) and source.rereads(observation):
         _check_forgets(policy, module, *copied)
     if not look.alike():
         raise LoweringError(f"{type(module).__name__} changes its own attributes when called: return them as a state")
-    inputs: Any = optree.tree_map(argument, plain(given if recurrent is not None else given[:1]))
+    inputs: Any = optree.tree_map(argument, plain(example if recurrent is not None else example[:1]))
     params = policy.prepare(None)
-    with import_jax().default_matmul_precision("highest"):  # the rounding of a GPU's products is no difference
+    with import_jax().default_matmul_precision("highest"):  # coarser products of a GPU would look like a difference
         ours = import_jax().jit(policy.apply)(params, *inputs)
     eager = plain(eager)
     policy.note(eager, *copied)
     theirs = leaves_of(policy.to_outputs(eager, copied[1]))[0]
     pairs = zip(theirs, map(to_torch, import_jax().tree.leaves(ours)), strict=True)
-    apart = max((_apart(one.cpu(), two.cpu()) for one, two in pairs if one.is_floating_point()), default=0.0)
-    if apart > _TOLERANCE:
+    error = max((_error(one.cpu(), two.cpu()) for one, two in pairs if one.is_floating_point()), default=0.0)
+    if error > _TOLERANCE:
         name = type(module).__name__
-        raise LoweringError(f"{name} and its lowered form differ by {apart:.1e}: use torch_policy(compile='eager')")
+        raise LoweringError(f"{name} and its lowered form differ by {error:.1e}: use torch_policy(compile='eager')")
 
 
 def _check_forgets(policy: LoweredPolicy, module: Any, observation: Any, recurrent: Any) -> None:
@@ -304,10 +304,10 @@ def _check_forgets(policy: LoweredPolicy, module: Any, observation: Any, recurre
     source: Any = policy.source
     inputs, size, read = source.inputs_of(observation, recurrent, single=policy.single)
 
-    def outputs_from(given: dict[Path, Any]) -> dict[Path, Any]:
+    def outputs_from(inputs: dict[Path, Any]) -> dict[Path, Any]:
         generator = torch_generator(torch.get_rng_state(), source.run_device)
         with generator, set_interaction_type(policy.exploration_type):
-            return calling.outputs_of(calling.run_module(module, given, source.device, size), read)
+            return calling.outputs_of(calling.run_module(module, inputs, source.device, size), read)
 
     def same(one: Any, two: Any) -> bool:
         return one is two or (isinstance(one, Tensor) and torch.equal(one, two))
@@ -321,6 +321,7 @@ def _check_forgets(policy: LoweredPolicy, module: Any, observation: Any, recurre
         )
 
 
-def _apart(one: Tensor, two: Tensor) -> float:
+def _error(one: Tensor, two: Tensor) -> float:
+    """The largest difference, relative to the largest absolute value in `one` or 1."""
     scale = float(np.nanmax(one.abs().float().numpy(), initial=1.0))
     return float((one.float() - two.float()).abs().nan_to_num().max()) / scale if one.numel() else 0.0

@@ -200,7 +200,7 @@ class FunctionPolicy(base.HeadedPolicy):
         return JaxActor(self, inputs)
 
     def _over_tensors(self, inputs: ActorInputs) -> Callable[..., Any]:
-        """A jitted step for `ProtocolActor`, on arrays over an accelerator's tensors; on the CPU `JaxActor` is faster."""
+        """A jitted step for `ProtocolActor`, on arrays over an accelerator's tensors; on the CPU `JaxActor` is used."""
         spec, stochastic, bound = inputs.spec, inputs.stochastic, inputs.bound
 
         def step(bound: BoundParams, policy_state: Any, observation: Any, noise: Any, t: Any) -> Any:

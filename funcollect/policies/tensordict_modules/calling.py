@@ -1,8 +1,8 @@
 """Calls a module on a TensorDict, and finds its outputs and the hidden states that it carries as keys.
 
 A TensorDict costs more than a small network at each step. So the first step of a rollout calls a sequence of plain
-modules as it is and records the calls. If its parts, called one after another on a plain dict, give the same bits from
-the same random draws, the other steps call these, in half the time.
+modules as it is, and records the calls of networks. If its parts, called one after another on a plain dict, give the
+same bits from the same random draws, the other steps call these, in half the time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KEEP_STATES = ("OrnsteinUhlenbeckProcessModule", "MultiStepActorWrapper")  # of
 Values = dict[str | Path, Any]
 
 _SEQUENCES = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward)
-# What samples, and whether it draws jointly.
+# By the method that samples, whether it draws the action and its log-probability jointly.
 _DRAWS = {"ProbabilisticTensorDictModule.forward": False, "SafeProbabilisticModule.forward": True}
 
 INIT: Path = ("is_init",)  # True at the first step of a trajectory, as in TorchRL's InitTracker
@@ -54,10 +54,10 @@ def run_module(
     module: Callable[..., Any], inputs: Mapping[Path, Tensor], device: torch.device | None, batch_size: tuple[int, ...]
 ) -> TensorDictBase:
     """Call the module with copies of `inputs` [*batch_size, ...], on `device` or where they are."""
-    own = {path: leaf.clone() for path, leaf in inputs.items()}
-    given = TensorDict(nest(own), batch_size, device=device) if device else to_tensordict(own, batch_size)
+    copies = {path: leaf.clone() for path, leaf in inputs.items()}
+    batch = TensorDict(nest(copies), batch_size, device=device) if device else to_tensordict(copies, batch_size)
     try:
-        answer = module(given)
+        answer = module(batch)
     except KeyError as error:
         wanted = paths_of(module, "in_keys")
         if all(path in inputs for path in wanted):
@@ -71,7 +71,7 @@ def run_module(
 
 
 def outputs_of(answer: TensorDictBase, read: Container[Path]) -> dict[Path, Any]:
-    """The leaves of a policy's answer that it did not `read`; a single nested action is the action, too."""
+    """The leaves of a policy's answer that it did not `read`. A single nested action is also returned as the action."""
     outputs = {path: leaf for path, leaf in flatten(answer).items() if path not in read}
     if ("action",) not in outputs and len(nested := [path for path in outputs if path[-1] == "action"]) == 1:
         outputs["action",] = outputs[nested[0]]
@@ -84,12 +84,12 @@ def batched(leaf: Any) -> Any:
 
 
 def found_again(outputs: Mapping[Path, Any]) -> dict[Path, Any]:
-    """The outputs that a policy without declared hidden states finds at its next step: all but the action."""
+    """The outputs that a policy which may read earlier outputs finds at its next step: all but the action."""
     return {path: leaf for path, leaf in outputs.items() if path[0] != "next" and path != ("action",)}
 
 
 def check_hidden(outputs: Mapping[Path, Any], hidden: Mapping[Path, Tensor], written: Mapping[Path, Path]) -> None:
-    """Raise PolicyError unless `outputs` hold, as `written`, each hidden state's next value in the same shape."""
+    """Raise PolicyError unless `outputs` hold each hidden state's next value, in its shape and at its `written` path."""
     for path, leaf in hidden.items():
         got = getattr(outputs.get(written[path]), "shape", None)
         if got != leaf.shape:
@@ -107,12 +107,12 @@ def names_of(paths: Iterable[Path]) -> list[str]:
 def by_path(observation: Any) -> dict[Path, Any]:
     """The leaves of an observation, in a space's structure, by their keys in a batch; a tuple's by their numbers."""
 
-    def opened(value: Any) -> Any:
+    def as_dicts(value: Any) -> Any:
         if isinstance(value, tuple):
             value = {str(index): part for index, part in enumerate(value)}
-        return {name: opened(part) for name, part in value.items()} if isinstance(value, dict) else value
+        return {name: as_dicts(part) for name, part in value.items()} if isinstance(value, dict) else value
 
-    return flatten(opened(observation if isinstance(observation, dict) else {"observation": observation}))
+    return flatten(as_dicts(observation if isinstance(observation, dict) else {"observation": observation}))
 
 
 def read_and_written(module: Any) -> set[Path]:
@@ -123,7 +123,7 @@ def read_and_written(module: Any) -> set[Path]:
 def reads_what_it_wrote(module: Any, given: Collection[Path]) -> bool:
     """Whether a policy may read its outputs of the step before, other than those `given` to it at each step.
 
-    It may by its keys, or without declaring them: all but most of TorchRL's.
+    Its keys may say so. Without keys, any function or module may, except most of tensordict's and TorchRL's.
     """
     if read_and_written(module).difference(given):
         return True
@@ -135,8 +135,8 @@ def reads_what_it_wrote(module: Any, given: Collection[Path]) -> bool:
 
 
 def carries_action(module: Any, written: Collection[Path]) -> bool:
-    """Whether one of `written`, the next hidden states, comes from the part that chooses the action, or follows it."""
-    derived: set[Path] = {("action",)}  # keys that follow from the action
+    """Whether the part that chooses the action, or a later one that reads its outputs, writes one of these keys."""
+    derived: set[Path] = {("action",)}  # the action, and keys written with it or from it
     for part in _parts(module):
         if isinstance(part, TensorDictModuleBase) and not isinstance(part, TensorDictSequential):
             writes = paths_of(part, "out_keys")
@@ -154,7 +154,7 @@ def initial_hidden_states(
     """The value of each hidden state of `module` at the start of an episode, in one environment.
 
     It is taken from `given`, the user's argument; else from the primer of a part, such as TorchRL's LSTMModule; else
-    from `defaults`; else it is zeros, as in TorchRL's collectors, if the module takes `observation` without it. A key
+    from `defaults`. Else it is zeros, as in TorchRL's collectors, if the module runs on `observation` without it. A key
     that is read and written is a state only if its value is known: it may be an observation.
     """
     given_states = {} if given is None else _flat(given)
@@ -197,11 +197,11 @@ def _flat(given: Mapping[Any, Any]) -> dict[Path, Tensor]:
 
 
 def _zeros(module: Any, observation: Mapping[Path, Tensor], hidden: Iterable[Path]) -> dict[Path, Tensor]:
-    """Zeros like the next hidden states that a copy of the module writes without earlier ones; raises what it does."""
+    """Zeros like the next hidden states that a copy of the module writes without earlier ones; raises its errors."""
     device = next((leaf.device for part in _parts(module) for leaf in part.parameters()), torch.device("cpu"))
-    given = {path: leaf[None].to(device) for path, leaf in observation.items()}
+    inputs = {path: leaf[None].to(device) for path, leaf in observation.items()}
     with torch.no_grad(), torch_generator(generator_state(0)):
-        answer = flatten(copy.deepcopy(module)(to_tensordict(given, (1,))))
+        answer = flatten(copy.deepcopy(module)(to_tensordict(inputs, (1,))))
     return {path: torch.zeros_like(answer["next", *path][0]) for path in hidden}
 
 
@@ -223,7 +223,7 @@ class Part(NamedTuple):
     """A module without its TensorDict."""
 
     run: Callable[..., None]  # writes its answers into `Values`; a second argument is called in place of the network
-    network: nn.Module | None = None  # that it calls, if it is no draw
+    network: nn.Module | None = None  # the module that it calls; None for a part that samples
 
 
 def _calling(part: TensorDictModule) -> Part:
@@ -284,7 +284,7 @@ def _is_of_torchrl(owner: Any) -> bool:
 def compared(
     parts: list[Part], inputs: Values, device: torch.device, run: Callable[[], Mapping[Path, Any]]
 ) -> tuple[Mapping[Path, Any], bool]:
-    """The outputs of `run`, a call of the policy; and whether the parts write the same, given its networks' answers."""
+    """The outputs of `run`, a call of the policy, and whether the parts write the same from its networks' answers."""
     calls: dict[Any, deque[tuple[Any, ...]]] = defaultdict(deque)
 
     def note(module: nn.Module, arguments: Any, named: Any, answer: Any) -> None:
