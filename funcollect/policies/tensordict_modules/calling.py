@@ -89,7 +89,7 @@ def found_again(outputs: Mapping[Path, Any]) -> dict[Path, Any]:
 
 
 def check_hidden(outputs: Mapping[Path, Any], hidden: Mapping[Path, Tensor], written: Mapping[Path, Path]) -> None:
-    """Raise PolicyError unless `outputs` hold each hidden state's next value, in its shape and at its `written` path."""
+    """Raise PolicyError unless `outputs` hold each hidden state's next value, at its `written` path, in its shape."""
     for path, leaf in hidden.items():
         got = getattr(outputs.get(written[path]), "shape", None)
         if got != leaf.shape:

@@ -24,7 +24,7 @@ from funcollect.protocols import Actor, ActorInputs, Columns
 from funcollect.specs import RESERVED, ExplorationType
 from funcollect.tree import Path, key_of, nest, select
 
-_WORTH_WATCHING = 16  # steps of a rollout, below which the parts of a policy are not looked at
+_WORTH_WATCHING = 16  # the fewest steps of a rollout for which a policy is called by its parts
 
 
 def tensordict_policy(
@@ -34,7 +34,7 @@ def tensordict_policy(
     compile: Literal["xla", "eager"] | None = None,  # noqa: A002  (as `torch_policy` has it)
     device: torch.device | str | None = None,
 ) -> TensorDictPolicy:
-    """A policy from a module or function of a TensorDict [P]; a collector makes it by itself.
+    """A policy from a module or function of a TensorDict [P]; collectors make one of such a module by themselves.
 
     The module writes ``action`` and whatever else is to be recorded, each [P, ...]. Over an environment without a batch
     dimension the TensorDict's batch size is [], as in TorchRL. A key that the module reads, and writes under "next" as
@@ -91,7 +91,7 @@ class TensorDictPolicy(TorchBacked):
         return bool(self.hidden_states) or self.reads_init or self.rereads()
 
     def rereads(self, observation: Any = None) -> bool:
-        """Whether the module may read its outputs of the step before, besides hidden states and the `observation`."""
+        """Whether the module may read its outputs of the step before, other than hidden states and `observation`."""
         seen = {} if observation is None else by_path(observation)
         return calling.reads_what_it_wrote(self.module, {*seen, *self.hidden_states})
 
@@ -102,7 +102,7 @@ class TensorDictPolicy(TorchBacked):
     def inputs_of(
         self, observation: Any, recurrent: Any, *, single: bool
     ) -> tuple[dict[Path, Any], tuple[int, ...], set[Path]]:
-        """The module's inputs by path, their batch size, and the paths that are no outputs even if it writes them."""
+        """The module's inputs by path, their batch size, and the paths that are not outputs even if it writes them."""
         seen, hidden = by_path(observation), recurrent or {}
         inputs = {path: leaf[0] if single else leaf for path, leaf in (seen | hidden).items()}
         size = () if single else tuple(next(iter(inputs.values())).shape[:1])
@@ -110,7 +110,7 @@ class TensorDictPolicy(TorchBacked):
 
     @override
     def __call__(self, *arguments: Any) -> tuple[TorchPolicyState, Mapping[str, Any]]:
-        """One step by itself, which is no trajectory's first. The outputs hold no hidden states."""
+        """One step by itself, which is not the first of a trajectory. The outputs hold no hidden states."""
         policy_state, outputs = super().__call__(*arguments)
         hidden = {".".join(path) for path in (INIT, *self.hidden_states)}
         return policy_state, {name: leaf for name, leaf in outputs.items() if name.removeprefix("next.") not in hidden}
@@ -171,22 +171,22 @@ class TensorDictActor(Actor):
         self._device, place = policy.moves_to(inputs.observation), device_of(inputs.observation)
         self._run_device = policy.run_device or place
         before, initial = (state.on(self._run_device) for state in (inputs.policy_state, inputs.initial_state))
-        own = {path: before.recurrent[path] for path in policy.written}
+        hidden = {path: before.recurrent[path] for path in policy.written}
         self._initial: dict[Path, Tensor] = dict(initial.recurrent or {})
         if policy.reads_init and INIT not in by_path(inputs.observation):
-            own[INIT] = torch.zeros(inputs.num_envs, 1, dtype=torch.bool, device=place)
-            self._initial[INIT] = torch.ones_like(own[INIT])
-        self._inputs, self._size, self._read = policy.inputs_of(inputs.observation, own, single=self._single)
+            hidden[INIT] = torch.zeros(inputs.num_envs, 1, dtype=torch.bool, device=place)
+            self._initial[INIT] = torch.ones_like(hidden[INIT])
+        self._inputs, self._size, self._read = policy.inputs_of(inputs.observation, hidden, single=self._single)
         carried = {path: leaf[0] if self._single else leaf for path, leaf in (before.carried or {}).items()}
-        # The keys that the module finds besides the observation.
-        self._memory = carried | {path: self._inputs.pop(path) for path in own}
+        # The module's inputs besides the observation.
+        self._memory = carried | {path: self._inputs.pop(path) for path in hidden}
         self._carries = policy.rereads(inputs.observation)
         self._stateful = stateful = self._carries or bool(self._initial)
         self._begin(inputs)
-        # Parts without a TensorDict need a policy that samples, has no hidden states, and runs long enough to pay.
+        # Calling parts requires a policy that samples and has no hidden states, and pays only in a long rollout.
         short = inputs.length < _WORTH_WATCHING
-        whole = self._device is not None or stateful or not inputs.stochastic or short
-        self._parts = None if whole else calling.plain_parts(self._module)
+        as_a_whole = self._device is not None or stateful or not inputs.stochastic or short
+        self._parts = None if as_a_whole else calling.plain_parts(self._module)
         self._values: calling.Values = {}
         self._seen: Any = None  # the keys of the module's outputs, once they were checked
 
@@ -224,15 +224,15 @@ class TensorDictActor(Actor):
         return action
 
     def _step(self, t: int) -> tuple[Tensor, ...]:
-        """Call the module, and remember what it reads at the next step. Returns the entries to record."""
+        """Call the module, and set `_memory` for the next step. Returns the entries to record, ordered as `_names`."""
         # Copies, since a module may write the next state into the memory of this one.
-        own = {path: self._memory[path].clone() for path in self._initial}
+        before = {path: self._memory[path].clone() for path in self._initial}
         outputs = self._called() if t else self._first()
         if t and not outputs.keys() >= self._wrote:
             raise PolicyError(
                 f"step {t} of this batch: it wrote {names_of(outputs)} after {names_of(self._wrote)}: write equal keys"
             )
-        recorded, after = self._policy.recorded(outputs, own)
+        recorded, after = self._policy.recorded(outputs, before)
         if t == 0 and self._seen != outputs.keys():
             self._seen = {*outputs}
             self._names = sorted(path for path, leaf in recorded.items() if isinstance(leaf, Tensor))
@@ -246,7 +246,7 @@ class TensorDictActor(Actor):
         return calling.outputs_of(answer, self._read)
 
     def _first(self) -> Mapping[Path, Any]:
-        """The outputs of the first step, checked. They show whether the parts may make the later ones."""
+        """The outputs of the first step, checked. It also decides whether the parts are called at later steps."""
         if self._parts is None:
             outputs = self._called()
         else:
@@ -260,8 +260,8 @@ class TensorDictActor(Actor):
                 f"the policy wrote {names_of(outputs)}, expected 'action' among them: name it in out_keys"
             )
         hidden = self._policy.written
-        own = {path[0] for path in outputs.keys() - hidden.values()}
-        if taken := sorted(own & (RESERVED - {"action", "action_log_prob"})):
+        roots = {path[0] for path in outputs.keys() - hidden.values()}
+        if taken := sorted(roots & (RESERVED - {"action", "action_log_prob"})):
             raise PolicyError(f"the policy wrote {taken}, keys that a batch uses itself: rename these out_keys")
         calling.check_hidden(outputs, {path: self._memory[path] for path in hidden}, hidden)
         self._wrote = {path for path, leaf in outputs.items() if isinstance(leaf, Tensor)}

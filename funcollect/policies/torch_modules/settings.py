@@ -1,4 +1,4 @@
-"""All of a Torch module but its weights: whether it has changed since programs were made, and as bytes for workers."""
+"""Compares and packs a Torch module without its weights: has it changed since it was compiled, or sent to workers?"""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from funcollect.tree import flatten
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 REGISTERED = ("_parameters", "_buffers", "_modules")
-MOST_OBJECTS = 2_000  # that are looked at behind one module
+MOST_OBJECTS = 2_000  # that are compared for one module
 
-_LEAVES = (*PLAIN, Enum, type, BuiltinFunctionType, CodeType, ModuleType)  # into which nobody looks
+_LEAVES = (*PLAIN, Enum, type, BuiltinFunctionType, CodeType, ModuleType)  # not looked into
 _MAPPINGS = (dict, MappingProxyType)
 CONTAINERS = (*_MAPPINGS, list, set, deque)  # whose contents may change
 _COMPARED = (dict, list, tuple, deque, weakref.ref, MethodType, partial, FunctionType)  # equal if their parts are
-_MOST_LOOKS = 8  # at one module; a program is made for half as many
+_MOST_LOOKS = 8  # for one module; at most half as many programs are kept
 _NO_ACCELERATORS = ("cpu", "meta")
 
 
 def walk(root: Any, closed: tuple[type, ...] = (Tensor,)) -> Iterator[Any]:
-    """What an object leads to, itself first, each once and without plain values; not what is behind `closed` kinds."""
+    """All objects that `root` leads to, itself first, except plain values and objects inside those of `closed` kinds."""
     seen: dict[int, Any] = {}  # by id; kept, so that no other object takes the id
     queue = deque([root])
     while queue:
@@ -56,8 +56,8 @@ def walk(root: Any, closed: tuple[type, ...] = (Tensor,)) -> Iterator[Any]:
 
 
 def parts_of(value: Any) -> Iterable[Any]:
-    """What a container holds, what a function refers to, or an object's attributes, a dict."""
-    if isinstance(value, TensorDictBase):  # whose own attributes change as it is read
+    """The contents of a container, the referents of a function, or the dict of an object's attributes."""
+    if isinstance(value, TensorDictBase):  # its attributes change when it is read
         return flatten(value).values()
     if isinstance(value, _MAPPINGS):
         return chain(value, value.values())
@@ -83,15 +83,15 @@ def referents(value: Any) -> tuple[Any, ...]:
 class Look:
     """Records the state of objects. `holds` shows cheaply whether it is still the same, `alike` whether it is equal."""
 
-    error: LoweringError | None = None  # why not all is looked at
+    error: LoweringError | None = None  # why not all objects are recorded
 
     def __init__(self, values: Iterable[Any], weights: Iterable[Tensor] = ()) -> None:
-        self._weights = {id(each): each for each in weights}
+        self._weights = {id(tensor): tensor for tensor in weights}
         self._owners: list[Any] = []  # objects whose classes may change
         self._containers: list[Any] = []
         self._cells: list[Any] = []  # of closures
         self._arrays: list[Any] = []
-        self._tensors: list[Tensor] = []  # for how often they were written; through ``.data`` does not count
+        self._tensors: list[Tensor] = []  # whose writes Torch counts, but for those through ``.data``
         for value in values:
             if isinstance(value, Tensor):
                 if id(value) not in self._weights:
@@ -108,7 +108,7 @@ class Look:
 
     @classmethod
     def at(cls, module: Any) -> Self:
-        """A look at all that a module is but its weights, globals, ``__slots__`` and attributes in C."""
+        """A look at all of a module except its weights, globals, ``__slots__`` and attributes in C."""
         found = list(islice(walk(module), MOST_OBJECTS + 1))
         look = cls(found[:MOST_OBJECTS], weights_of(module))
         if len(found) > MOST_OBJECTS:
@@ -119,26 +119,26 @@ class Look:
         return look
 
     def _now(self) -> tuple[list[Any], list[Any]]:
-        """The objects that may only give way to equal ones: classes, contents of containers and cells; and numbers."""
+        """Objects (classes, contents of containers and cells) and numbers (sizes, tensors' versions, arrays' bytes)."""
         objects: list[Any] = list(map(type, self._owners))
-        for each in self._containers:
-            if each:
-                objects += each
-                if isinstance(each, _MAPPINGS):
-                    objects += each.values()
+        for container in self._containers:
+            if container:
+                objects += container
+                if isinstance(container, _MAPPINGS):
+                    objects += container.values()
         objects += map(content_of, self._cells)
         numbers: list[Any] = list(map(len, self._containers))
-        numbers += [0 if each.is_inference() else each._version for each in self._tensors]
-        numbers += [(each.dtype, each.shape, each.tobytes()) for each in self._arrays]
+        numbers += [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+        numbers += [(array.dtype, array.shape, array.tobytes()) for array in self._arrays]
         return objects, numbers
 
     def holds(self, same: Callable[[Any, Any], bool] = is_) -> bool:
-        """Whether the state is the recorded one: the same objects, and none of the tensors and arrays written."""
+        """Whether the state is the recorded one: the same objects, and no tensor or array was written."""
         (objects, numbers), before = self._now(), self._state
         return numbers == before[1] and all(map(same, objects, before[0]))
 
     def alike(self) -> bool:
-        """Whether it may stand for the recorded one: plain values are equal, and weights have the same form."""
+        """Whether the state is equal to the recorded one: plain values are equal, and weights have the same form."""
         return self.holds() or self.holds(self._equal)
 
     def _equal(self, now: Any, before: Any) -> bool:
@@ -160,7 +160,7 @@ def _form(tensor: Tensor) -> Any:
 
 
 class ModuleSettings:
-    """Numbers the settings of a module, which are all that it is besides its weights; see `Look.at`."""
+    """Numbers the settings of a module: all of it except its weights, see `Look.at`."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -172,12 +172,12 @@ class ModuleSettings:
 
     @property
     def number(self) -> int:
-        """The number of the current setting, the same as when it was like this before; LoweringError if too large."""
+        """The number of the current settings, the same whenever they are equal; LoweringError for too many objects."""
         looks = self._looks
         number = next((number for number, look in looks.items() if look.holds()), 0)
         if not number:
             number = next((number for number, look in looks.items() if look.alike()), 0) or next(self._numbers)
-            others = [each for each in looks.items() if each[0] != number]
+            others = [item for item in looks.items() if item[0] != number]
             self._looks = looks = dict([(number, Look.at(self._module)), *others][:_MOST_LOOKS])
         if error := looks[number].error:
             raise error
@@ -185,19 +185,19 @@ class ModuleSettings:
 
 
 def own_attributes(part: nn.Module) -> dict[str, Any]:
-    """The attributes but the registries, an RNN's second list of its parameters, and what `torch.compile` made."""
-    left = (*REGISTERED, "_flat_weights", *(["forward"] if is_compiled(part) else []))
-    return {name: value for name, value in vars(part).items() if name not in left}
+    """The attributes except the registries, an RNN's second list of its parameters, and `torch.compile`'s forward."""
+    omitted = (*REGISTERED, "_flat_weights", *(["forward"] if is_compiled(part) else []))
+    return {name: value for name, value in vars(part).items() if name not in omitted}
 
 
 def is_compiled(part: nn.Module) -> bool:
-    """Whether this is what `torch.compile` returned; its class is imported late, since that takes seconds."""
+    """Whether `torch.compile` returned this module; checked by name, since importing its class takes seconds."""
     kind = type(part)
     return kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo")
 
 
 class PolicyChanges:
-    """Notices when a policy differs from `sent`, the packed one of its workers; None if they have it from their job."""
+    """Notices when a policy differs from `sent`, the packed policy of its workers; None if their job has the policy."""
 
     def __init__(self, policy: Policy | None, sent: bytes | None = None) -> None:
         subject: Any = None if policy is None or policy.backend == "jax" else policy
@@ -208,7 +208,7 @@ class PolicyChanges:
         """The current policy, packed; None if the workers' job has the same. TypeError if it cannot be sent."""
         before = self._look
         if before.error or not before.holds():
-            if before.error or not before.alike():  # one too large to compare may have changed
+            if before.error or not before.alike():  # a policy too large to compare may have changed
                 self.sent = pack(self._subject)
             self._look = Look.at(self._subject)
         return self.sent
@@ -217,7 +217,7 @@ class PolicyChanges:
 def dumps(value: Any, *, on_cpu: bool = False, without: Iterable[Tensor] = ()) -> bytes:
     """`value` as bytes for `cloudpickle.loads`, functions and classes by value; `on_cpu` moves all to the CPU.
 
-    Of parameters and buffers in `without` it has shapes and dtypes alone.
+    Parameters and buffers in `without` are replaced by zeros.
     """
     file = io.BytesIO()
     ByValue(file, on_cpu, without).dump(value)
@@ -225,7 +225,7 @@ def dumps(value: Any, *, on_cpu: bool = False, without: Iterable[Tensor] = ()) -
 
 
 def pack(subject: Any) -> bytes:
-    """`subject` as bytes, with only shapes and dtypes of a module's weights; TypeError if it cannot be sent."""
+    """`subject` as bytes, with zeros for a module's weights; TypeError if it cannot be sent."""
     try:
         return dumps(subject, without=weights_of(subject))
     except Exception as error:
@@ -250,12 +250,12 @@ class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
 
     def __init__(self, file: io.BytesIO, on_cpu: bool, without: Iterable[Tensor]) -> None:
         super().__init__(file)
-        self._on_cpu, self._without = on_cpu, {id(each): each for each in without}
+        self._on_cpu, self._without = on_cpu, {id(tensor): tensor for tensor in without}
 
     def reducer_override(self, value: Any) -> Any:
         """How to pickle what cloudpickle would refuse, or pickle otherwise."""
         if isinstance(value, nn.Module) and "parametrizations" in vars(value).get("_modules", ()):
-            return bare, (type(value),), vars(value)  # a class by value
+            return bare, (type(value),), vars(value)  # cloudpickle sends the class by value
         if id(value) in self._without:
             trained = value.requires_grad if isinstance(value, nn.Parameter) else None
             return _zeros, (tuple(value.shape), value.dtype, str(value.device), trained)
