@@ -43,7 +43,7 @@ def groups(trial: Trial) -> None:
 
 
 def shown_after(trial: Trial, leaf: Leaf, produced: Tensor) -> Tensor:
-    """Next observations [P, T - 1, ...] as the rows after them show them: zeros for agents that are not there."""
+    """Next observations [P, T - 1, ...] as the following rows show them, with zeros for absent agents."""
     name, *rest = leaf.path
     group = _groups_of(trial).get(name)
     if group is None or not group.comes_and_goes or rest[0] != "observation":
@@ -53,8 +53,7 @@ def shown_after(trial: Trial, leaf: Leaf, produced: Tensor) -> Tensor:
 
 
 def joint_action(trial: Trial, batch: Any) -> Tensor:
-    """The actions [P, T, ...] of a batch as a loop has them."""
-    found = _groups_of(trial)
-    parts = [batch[name, "action"].flatten(2) for name in found]
-    action: Tensor = torch.cat(parts, -1) if found else batch["action"]
+    """The actions [P, T, ...] of a batch in the form that an environment takes, the groups' joined in one array."""
+    actions = [batch[name, "action"].flatten(2) for name in _groups_of(trial)]
+    action: Tensor = torch.cat(actions, -1) if actions else batch["action"]
     return action

@@ -43,11 +43,11 @@ def describes(trial: Trial) -> None:
     """The description is complete: backend, seeding, number of lanes, spaces and their leaves."""
     env = trial.env
     for name, kind in (("backend", Backend), ("seeding", Seeding), ("forking", Forking), ("starts", Starts)):
-        if (value := getattr(env, name, None)) not in (None, *get_args(kind)):  # the backend decides which there are
+        if (value := getattr(env, name, None)) not in (None, *get_args(kind)):  # the backend decides which ones exist
             raise FailedError(name, f"one of {get_args(kind)}", repr(value), "set it to one of these")
     check_num_envs(env.num_envs)
     leaves = env.observation_leaves, observation_leaves(env.observation_space)
-    got, wanted = ([(leaf.path, leaf.shape) for leaf in each] for each in leaves)
+    got, wanted = ([(leaf.path, leaf.shape) for leaf in side] for side in leaves)
     if got != wanted:
         raise FailedError("observation_leaves", wanted, got, "make them with specs.observation_leaves")
     if not isinstance(env.action_spec, ActionSpec) or env.action_spec.space != env.action_space:
@@ -70,7 +70,7 @@ def observations(trial: Trial) -> None:
     space = trial.env.observation_space
     parts = disassemble(space, space)  # a Dict or Tuple space is indexed like its observations
     for leaf, part in zip(trial.env.observation_leaves, parts, strict=True):
-        if isinstance(part, spaces.Box):  # its bounds are rounded as observations are
+        if isinstance(part, spaces.Box):  # round its bounds as observations are rounded
             low, high = (torch.as_tensor(bound.astype(leaf.dtype)) for bound in (part.low, part.high))
         else:
             low, high = ActionSpec(part).bounds
@@ -110,13 +110,13 @@ def _root_of(state: CollectorState) -> dict[Path, Tensor]:
 
 
 def _first_observations(trial: Trial, later: int = 0) -> dict[Path, Tensor]:
-    """The first observations of each lane's episodes, without running them, [P, 16, ...] by key; of a `later` seed."""
+    """The first observations of each lane's episodes, [P, 16, ...] by key, by resets alone; `later` shifts the seed."""
     with replace(trial, seed=trial.seed + later).started() as state:
-        seen = [_root_of(state)]
-        while len(seen) < _RESETS:
+        firsts = [_root_of(state)]
+        while len(firsts) < _RESETS:
             state = api.reset(trial.env, state)
-            seen.append(_root_of(state))
-    return {path: torch.stack([each[path] for each in seen], 1) for path in seen[0]}
+            firsts.append(_root_of(state))
+    return {path: torch.stack([first[path] for first in firsts], 1) for path in firsts[0]}
 
 
 @trials.mended_by("use the seed that reset is called with: super().reset(seed=seed), then self.np_random")
@@ -176,7 +176,7 @@ def own_resets(trial: Trial) -> None:
     with trial.started() as state:
         try:
             state, watched = api.apply(trial.env, state, _watch_resets)
-        except TypeError:  # no objects
+        except TypeError:  # the simulators have no object for each lane
             watched = [False]
         if not all(watched):
             raise NotApplicableError("only for environments of Gymnasium's classes")
@@ -188,7 +188,7 @@ def own_resets(trial: Trial) -> None:
 
 
 def _watch_resets(env: Any) -> bool:
-    """Notice calls of `reset` that come from `step`, its own or that of a wrapper; False unless it is Gymnasium's."""
+    """Notice calls of `reset` by `step`, the environment's or a wrapper's; False unless its class is Gymnasium's."""
     if not isinstance(env, gymnasium.Env):
         return False
     raw, inner = env.unwrapped, env.unwrapped.reset
@@ -210,43 +210,43 @@ def terminal(trial: Trial) -> None:
     """At an end, `next` holds the terminal observation, not the first one of the next episode."""
     if not trial.done.any():
         raise NotApplicableError(f"no episode ended within {trial.steps} steps: raise steps, or set max_episode_steps")
-    begins, seen = trial.batch[STEP] == 0, _first_observations(trial, 2)
-    first = _share(_like_any(seen, trial.batch)[begins])
-    fresh = _like_any(seen, trial.batch["next"])
-    other = _share(fresh[~begins & ~trial.done])  # rows that may look like first ones without being any
+    begins, samples = trial.batch[STEP] == 0, _first_observations(trial, 2)
+    first = _share(_like_samples(samples, trial.batch)[begins])
+    fresh = _like_samples(samples, trial.batch["next"])
+    other = _share(fresh[~begins & ~trial.done])  # the share by chance, in rows that begin and end no episode
     applies = False
     for name in ("terminated", "truncated"):
         ends = trial.batch["next", name][..., 0] & ~begins  # after one step a row may well look like the first one
         share, count = _share(fresh[ends]), int(ends.sum())
-        applies |= (tells := _tells(first, other, count))
-        if tells and share >= 0.8 * first and _tells(share, other, count):
+        applies |= (distinct := _exceeds_chance(first, other, count))
+        if distinct and share >= 0.8 * first and _exceeds_chance(share, other, count):
             got = f"at {int(fresh[ends].sum())} of {count} such ends one like those that episodes begin with"
             expect_rows(ends & fresh, f"next where an episode is {name}", got, "the terminal observation")
     if not applies:
-        few = _tells(first, other, 10 * int(trial.done.sum()))
+        few = _exceeds_chance(first, other, 10 * int(trial.done.sum()))
         unclear = "first observations look like any other, so ends cannot be told"
         raise NotApplicableError("too few ends: raise steps" if few else unclear)
 
 
-def _like_any(seen: dict[Path, Tensor], rows: Any) -> Tensor:
-    """Whether all numbers of a row of `rows` [P, T] lie in the ranges of `seen`, with a margin of a tenth: [P, T]."""
+def _like_samples(samples: dict[Path, Tensor], rows: Any) -> Tensor:
+    """Whether all numbers of a row of `rows` [P, T] lie in the ranges of `samples` or a tenth beyond: [P, T] bool."""
     inside = torch.ones(rows.shape[:2], dtype=torch.bool)
-    for path, values in seen.items():
+    for path, values in samples.items():
         low, high = values.flatten(0, 1).double().aminmax(dim=0)
         margin, leaf = (high - low) / 10, rows[path].cpu()
         inside &= ((leaf >= low - margin) & (leaf <= high + margin)).reshape(*leaf.shape[:2], -1).all(-1)
     return inside
 
 
-def _share(looks: Tensor) -> float:
-    return float(looks.double().mean()) if len(looks) else 1.0
+def _share(mask: Tensor) -> float:
+    return float(mask.double().mean()) if len(mask) else 1.0
 
 
-def _tells(share: float, other: float, count: int) -> bool:
+def _exceeds_chance(share: float, other: float, count: int) -> bool:
     """Whether `share` of `count` rows is more than chance gives, if each looks fresh with the probability `other`."""
-    # Chernoff's bound: the chance is at most exp(-count * KL(share, other)), and may be a thousandth.
-    apart = kl_divergence(*(Bernoulli(torch.tensor(chance, dtype=torch.float64)) for chance in (share, other)))
-    return share > other and count * float(apart) >= -math.log(1e-3)
+    # Chernoff's bound: the probability is at most exp(-count * KL(share, other)), and may be a thousandth.
+    divergence = kl_divergence(*(Bernoulli(torch.tensor(chance, dtype=torch.float64)) for chance in (share, other)))
+    return share > other and count * float(divergence) >= -math.log(1e-3)
 
 
 @trials.mended_by("let reset change only the lanes that it is called with, and no lane's step depend on other lanes")
@@ -365,7 +365,7 @@ def check_env(env: Any, *, steps: int = 100, seed: int = 0, single: Env | None =
         alone.num_envs = 1
         single = alone
     elif single is None and (isinstance(env, (str, EnvSpec)) or (callable(env) and "num_envs" in kwargs)):
-        of_one_lane = {name: value for name, value in kwargs.items() if name not in WORKER_ARGUMENTS}
-        single = make_env(env, **of_one_lane | {"num_envs": 1})
+        options = {name: value for name, value in kwargs.items() if name not in WORKER_ARGUMENTS}
+        single = make_env(env, **options | {"num_envs": 1})
     trial = Trial(env=made, policy=RandomPolicy(made.action_spec), steps=steps, seed=seed, single=single)
     return trials.run_checks(repr(made), CHECKS, trial)

@@ -1,4 +1,4 @@
-"""`check_policy`, the checks that only policies need, and calls of a policy without its environment."""
+"""`check_policy`, the checks that are for policies only, and calls of a policy without its environment."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class PolicyTrial(trials.Trial):
         exploration_type: ExplorationType = DETERMINISTIC,
         steps: int = 1,
         restart: Sequence[int] = (),  # the lanes that begin an episode before the last step
-        lanes: Any = None,  # those of the noise, [N] int64
+        lanes: Any = None,  # the lane ids from which the noise of each row follows, [N] int64
         policy_state: Any = None,  # by default that of a new run
         seed: int | None = None,  # of the policy's state, and of the keys of a function that takes them
         noise_seed: int | None = None,  # of the noise of a head; by default `seed`
@@ -185,7 +185,7 @@ def deterministic(trial: PolicyTrial) -> None:
 
 
 def _seed_changes(trial: PolicyTrial, *, noise: bool) -> str:
-    """The first row and key that change with the seed of the policy (and of its head, with `noise`); empty if none."""
+    """The first row and key, as text, that change with the policy's seed (with `noise`, also its head's), or empty."""
     one = flatten(trial.query().columns)
     for other in range(trial.seed + 1, trial.seed + 9):  # with few choices and rows, two seeds may draw the same
         two = flatten(trial.query(seed=other, noise_seed=other if noise else trial.seed).columns)
@@ -215,8 +215,8 @@ def rows_apart(trial: PolicyTrial) -> None:
     beside = trial.query({path: torch.cat((rows[path][:1], others[path][1:])) for path in rows}).columns
     expect_equal(beside[:1], wanted[:1], "the output beside other rows", source, differs=numbers_differ)
     order = torch.arange(trial.count).flip(0)
-    turned = trial.query({path: leaf[order] for path, leaf in rows.items()}, lanes=order.numpy()).columns[order]
-    expect_equal(turned, wanted, "the outputs for the rows in reverse order", source, differs=numbers_differ)
+    reverse = trial.query({path: leaf[order] for path, leaf in rows.items()}, lanes=order.numpy()).columns[order]
+    expect_equal(reverse, wanted, "the outputs for the rows in reverse order", source, differs=numbers_differ)
 
 
 @mended_by("let restart(lanes) give the initial state to these lanes, with the batch dimension first")
@@ -271,18 +271,18 @@ def _scores(trial: PolicyTrial, batch: TensorDict) -> Tensor:
     policy = trial.policy
     if "action_log_prob" not in batch:
         raise NotApplicableError("it records no action_log_prob")
-    given = to_jax(batch) if isinstance(policy, FunctionPolicy) else batch
+    data = to_jax(batch) if isinstance(policy, FunctionPolicy) else batch
     try:
         with torch.no_grad():
             start = policy.init(key_from_seed(trial.seed), trial.lanes)
-            now = evaluate_actions(policy, None, given, env=trial.env, policy_state=start)
+            scores = evaluate_actions(policy, None, data, env=trial.env, policy_state=start)
     except TypeError as error:
         raise NotApplicableError(str(error)) from error
-    return trials.to_tensor(now["action_log_prob"]).double().cpu().reshape(batch.shape)
+    return trials.to_tensor(scores["action_log_prob"]).double().cpu().reshape(batch.shape)
 
 
 def own_weights(policy: Policy) -> dict[str, Tensor]:
-    """A copy of the policy's own parameters and buffers, by name; whatever its `state_dict` returns."""
+    """A copy of the policy's own parameters and buffers, by name, from `params`, not from its `state_dict`."""
     return {f"params{name}": leaf for name, leaf in state_dict_of(policy.params, policy.backend).items()}
 
 

@@ -1,4 +1,4 @@
-"""Runs a pair of environment and policy, compares its runs row by row, checks what holds for any pair, and reports."""
+"""Runs a pair of environment and policy, compares runs row by row, has the checks for any pair, and makes reports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Subject = TypeVar("Subject")
 Check = Callable[[Subject], str | None]  # a report shows its name, its docstring, and the remark that it may return
 _MENDS: dict[Any, str] = {}
 Differs = Callable[[Tensor, Tensor], Tensor]  # whether the rows of two tensors [P, T, ...] differ: [P, T] bool
-Shown = Tensor | str  # [P, T, ...], or a text that stands for each of them
+Shown = Tensor | str  # [P, T, ...], or a text for all rows
 _OWN_RANDOMNESS = (
     "draw from what is seeded: an environment from self.np_random, which reset(seed=...) seeds, a policy from its "
     "head's noise or its key"
@@ -46,7 +46,7 @@ _COPIES = (
 
 
 def mended_by(mend: str) -> Callable[[Check[Subject]], Check[Subject]]:
-    """Register the fix that the messages of a check name, unless it names another one."""
+    """Register the fix for a check's messages, unless the check names another one."""
 
     def registered(check: Check[Subject]) -> Check[Subject]:
         _MENDS[check] = mend
@@ -60,7 +60,7 @@ class NotApplicableError(Exception):
 
 
 class FailedError(Exception):
-    """A check found a fault: where, what was expected, what it got, and the fix if it is not that of the check."""
+    """A check failed. Arguments: the place, the expected value, the value, and the fix if it is not the check's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def run_checks(label: str, checks: Sequence[Check[Subject]], subject: Subject) -
                 where, expected, got, mend = (*error.args, "")[:4]
                 what = f"{where}: expected {expected}, got {got}: {mend or _MENDS[check]}"
             else:
-                notes = (note for note in getattr(error, "__notes__", ()) if not note.startswith("---"))  # as JAX's
+                notes = (note for note in getattr(error, "__notes__", ()) if not note.startswith("---"))  # JAX's own
                 what = "; ".join([f"{type(error).__name__}: {error}", *notes])
             message, before = f"{label} fails {name!r} ({claim}): {what}", Report(subject=label, results=(*results,))
             raise CheckError(message, name, before) from (error.__cause__ if failed else error)
@@ -147,8 +147,8 @@ def expect_equal(
     kinds = [{path: (leaf.shape, leaf.dtype) for path, leaf in leaves.items()} for leaves in (ours, theirs)]
     if kinds[0] != kinds[1]:
         path = min(path for path in ours.keys() | theirs.keys() if kinds[0].get(path) != kinds[1].get(path))
-        found, known = (each.get(path) for each in kinds)
-        raise FailedError(f"{what}, {'.'.join(path)}", f"{known} as in {source}", found, mend)
+        got_kind, wanted_kind = (by_path.get(path) for by_path in kinds)
+        raise FailedError(f"{what}, {'.'.join(path)}", f"{wanted_kind} as in {source}", got_kind, mend)
     places = {path: first_row(differs(leaf, theirs[path])) for path, leaf in ours.items()}
     if earliest := [(*place, path) for path, place in places.items() if place]:
         step, lane, path = min(earliest)
@@ -160,10 +160,10 @@ def expect_equal(
 def expect_rows(
     wrong: Tensor, what: str, got: Shown, expected: Shown, mend: str = "", *, note: str = "", first: int = 0
 ) -> None:
-    """Fail at the earliest row of the mask `wrong` [P, T, ...] of `what` that is True; its steps begin with `first`."""
+    """Fail at the earliest row where `wrong` [P, T, ...], a mask of `what`, is True; its steps begin with `first`."""
     if place := first_row(wrong):
         step, lane = place
-        wanted, found = (each if isinstance(each, str) else digits(each[lane, step]) for each in (expected, got))
+        wanted, found = (value if isinstance(value, str) else digits(value[lane, step]) for value in (expected, got))
         raise FailedError(f"lane {lane}, step {first + step}, {what}", f"{wanted}{note}", found, mend)
 
 
@@ -256,7 +256,7 @@ class OverwritingPolicy(RandomPolicy):
 
 @contextmanager
 def freed(state: CollectorState) -> Iterator[CollectorState]:
-    """A context with `state`, whose simulators are freed at its end; the check `close` reports errors of that."""
+    """A context with `state`, whose simulators are freed at its end. Only the check `close` reports errors of that."""
     try:
         yield state
     finally:
@@ -346,7 +346,7 @@ def save(trial: Trial) -> None:
 def _continue_as_source(trial: Trial, copied: Callable[[CollectorState], CollectorState], what: str) -> None:
     """Compare a copy of a state, and the state itself, with the run without a copy."""
     env, third, ends = trial.env, trial.third, trial.done.any(0).nonzero()[:, 0].tolist()
-    before = max(third, ends[0] + 2) if ends else third  # past an end, it shows what is kept of an earlier episode
+    before = max(third, ends[0] + 2) if ends else third  # past an end, where leftovers of an episode would show
     before = before if before + third <= trial.steps else third
     with trial.started() as state:
         state, _ = trial.go_on(state, before)
@@ -360,7 +360,7 @@ def _continue_as_source(trial: Trial, copied: Callable[[CollectorState], Collect
             raise NotApplicableError(f"forking is {env.forking!r}, seeding is {env.seeding!r}") from error
         with freed(twin):
             _, other = trial.go_on(twin, third)
-        _, own = trial.go_on(state, third)
+        _, source = trial.go_on(state, third)
     wanted = trial.batch[:, before : before + third]
-    for batch, which in ((other, what), (own, f"the source of {what}, which ran first")):
-        expect_equal(batch, wanted, which, "the run without a copy")
+    for batch, name in ((other, what), (source, f"the source of {what}, which ran first")):
+        expect_equal(batch, wanted, name, "the run without a copy")

@@ -37,12 +37,12 @@ _LEAVES = (*PLAIN, Enum, type, BuiltinFunctionType, CodeType, ModuleType)  # not
 _MAPPINGS = (dict, MappingProxyType)
 CONTAINERS = (*_MAPPINGS, list, set, deque)  # whose contents may change
 _COMPARED = (dict, list, tuple, deque, weakref.ref, MethodType, partial, FunctionType)  # equal if their parts are
-_MOST_LOOKS = 8  # for one module; at most half as many programs are kept
+_MOST_LOOKS = 8  # for one module; it is lowered for half as many settings
 _NO_ACCELERATORS = ("cpu", "meta")
 
 
 def walk(root: Any, closed: tuple[type, ...] = (Tensor,)) -> Iterator[Any]:
-    """All objects that `root` leads to, itself first, except plain values and objects inside those of `closed` kinds."""
+    """All objects that `root` leads to, itself first, except plain values and the contents of `closed` kinds."""
     seen: dict[int, Any] = {}  # by id; kept, so that no other object takes the id
     queue = deque([root])
     while queue:

@@ -85,10 +85,10 @@ def named(params: Any) -> dict[str, Any]:
 
 
 class TorchBacked(HeadedPolicy):
-    """Base class of policies over a Torch module, or over a function, with the parameters of modules it refers to.
+    """Base class of policies over a Torch module, or over a function with the parameters of modules it refers to.
 
-    A rollout calls the module's skeleton, a shallow copy whose tensors are those that were bound last. The user's
-    module is only read, so a trainer may continue to use it.
+    A rollout calls the module's skeleton, a shallow copy with the tensors that `bound` gave it last. The user's module
+    is only read, so a trainer may continue to use it.
     """
 
     backend: Literal["torch"] = "torch"
@@ -98,12 +98,12 @@ class TorchBacked(HeadedPolicy):
     ) -> None:
         self.device = device  # where the policy runs; None for where the module is
         self.initial_state = initial_state
-        self.compiler = compiler  # the way of running that the user demands
-        self._warned = False  # that the module writes its buffers
+        self.compiler = compiler  # the user's `compile=`
+        self._warned = False  # whether `_warn_of_written_buffers` has warned
         self.replace(module)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({name_of(self._given)})"
+        return f"{type(self).__name__}({name_of(self._users_module)})"
 
     def replace(self, module: Callable[..., Any]) -> None:
         """Run another module, or function, from now on."""
@@ -124,21 +124,21 @@ class TorchBacked(HeadedPolicy):
 
     @property
     def module(self) -> Callable[..., Any]:
-        """The user's module or function; a function that refers to modules within one that has these."""
+        """The user's module or function; for a function that refers to modules, a `FunctionModule` over it."""
         return self._module
 
     @property
-    def _given(self) -> Callable[..., Any]:
+    def _users_module(self) -> Callable[..., Any]:
         return self._module.function if isinstance(self._module, FunctionModule) else self._module
 
     def owns(self, module: Any) -> bool:
         """Whether this is the module or function that the user gave."""
-        own = self._given
-        return module is own or module is self._module or (isinstance(module, MethodType) and module == own)
+        users = self._users_module
+        return module is users or module is self._module or (isinstance(module, MethodType) and module == users)
 
     @property
     def run_device(self) -> torch.device | None:
-        """The device on which the policy runs; None for what has no parameters."""
+        """The device on which the policy runs; None if the user gave none and the module has no parameters."""
         if self.device is not None or not isinstance(self._module, nn.Module):
             return self.device
         return next((parameter.device for parameter in self._module.parameters()), None)
@@ -146,11 +146,11 @@ class TorchBacked(HeadedPolicy):
     @property
     def bound_device(self) -> torch.device | None:
         """`run_device` as of the last `bound`."""
-        return self.device or next((own[key].device for own, _, key in self._skeleton.parameters.values()), None)
+        return self.device or next((source[key].device for source, _, key in self._skeleton.parameters.values()), None)
 
     @property
     def settings(self) -> int:
-        """The number of the module's current settings: the same one as when it was like this before."""
+        """The number of the module's current settings (`ModuleSettings`)."""
         return self._settings.number
 
     @property
@@ -160,7 +160,7 @@ class TorchBacked(HeadedPolicy):
 
     @override
     def prepare(self, params: Any, /) -> dict[str, Tensor] | None:
-        """Parameters by dotted name, checked; None for the module's own. Else TypeError or ValueError."""
+        """Parameters by dotted name, or None for the module's own; TypeError or ValueError for wrong ones."""
         if params is None:
             return None
         if not isinstance(self._module, nn.Module):
@@ -172,7 +172,7 @@ class TorchBacked(HeadedPolicy):
         return matched
 
     def by_name(self, params: Any) -> dict[str, Any]:
-        """Parameters in any form that `prepare` takes, but None, by dotted name."""
+        """By dotted name, parameters in any form that `prepare` takes except None."""
         if not isinstance(params, (nn.Module, Mapping, TensorDictBase)):
             raise TypeError(
                 f"params is {type(params).__name__}, expected a TensorDict or a state dict: pass module.state_dict()"
@@ -183,7 +183,7 @@ class TorchBacked(HeadedPolicy):
         own, given = self.tensors(None), self.by_name(params)
         wanted = own.keys() & (self._skeleton.parameters.keys() | given.keys())  # buffers may be left out
         kinds = {
-            name: tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for name, each in given.items()
+            name: tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for name, leaf in given.items()
         }
         check_shapes({name: tuple(own[name].shape) for name in wanted}, kinds)
         return {name: given[name] for name in own if name in given}
@@ -198,8 +198,8 @@ class TorchBacked(HeadedPolicy):
     def state_dict(self, params: Any = None) -> dict[str, Tensor]:
         """A copy of `params`, or of the module's own, by dotted name. `load` and `prepare` take it."""
         own: Any = self._module if isinstance(self._module, nn.Module) else {}
-        given = named(own) if params is None else self.by_name(params)
-        return {name: leaf.detach().clone() for name, leaf in given.items()}
+        leaves = named(own) if params is None else self.by_name(params)
+        return {name: leaf.detach().clone() for name, leaf in leaves.items()}
 
     def load(self, params: Any) -> None:
         """Write `params` into the user's module."""
@@ -239,7 +239,7 @@ class TorchBacked(HeadedPolicy):
         return state, {".".join(path): column[0] for path, column in columns.items()}
 
     def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
-        """The function, or the skeleton over `prepared` or the module's own parameters, and copies of buffers."""
+        """The function; or the skeleton with the `prepared` parameters, or the module's own, and copies of buffers."""
         skeleton, device = self._skeleton, self.device
         skeleton.follow()
         self._warn_of_written_buffers()
@@ -261,10 +261,10 @@ class TorchBacked(HeadedPolicy):
             return
         now = self.buffers()
 
-        def is_written(name: str, made: Tensor) -> bool:  # as far as Torch counts that
-            return now[name] is not made or (not made.is_inference() and made._version > 0)
+        def is_written(name: str, bound: Tensor) -> bool:  # if Torch counts the writes
+            return now[name] is not bound or (not bound.is_inference() and bound._version > 0)
 
-        if names := [name for name, made in self._skeleton.bound_buffers.items() if is_written(name, made)]:
+        if names := [name for name, bound in self._skeleton.bound_buffers.items() if is_written(name, bound)]:
             self._warned = True
             warnings.warn(
                 f"{type(self._module).__name__} writes its buffers {clipped(str(names))} in its forward pass. Rollouts "

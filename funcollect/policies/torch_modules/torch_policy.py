@@ -106,7 +106,7 @@ class TorchPolicy(TorchBacked):
     ) -> None:
         super().__init__(module, device, initial_state, compiler)
         self.record_state = record_state and initial_state is not None
-        self.keys = tuple(keys)  # of a Dict space, each passed as an argument; if empty, the dict is the one argument
+        self.keys = tuple(keys)  # of a Dict space, passed as an argument each; empty to pass the dict as one argument
         self.head = head
 
     def on(self, device: torch.device | None) -> TorchPolicy:
@@ -171,9 +171,9 @@ class TorchActor(Actor):
         self._state_names = recurrent_names(optree.tree_leaves(self._initial)) if policy.record_state else []
         self._read = set(map(memory_of, leaves))
         self._wanted = torch.Size((inputs.num_envs, *inputs.spec.shape))
-        self._head_given = policy.head
-        self._dtype: Any = ""  # of the actions that were checked
-        self._shapes: list[Any] = []  # of the head's parameters that were checked
+        self._policy_head = policy.head  # `_head` has the exploration values of the rollout
+        self._dtype: Any = ""  # of the last action that was checked
+        self._shapes: list[Any] = []  # of the last head's parameters that were checked
         self._begin(module, inputs)
 
     def _begin(self, module: Callable[..., Any], inputs: ActorInputs) -> None:
@@ -185,7 +185,7 @@ class TorchActor(Actor):
         if self.recurrent is not None:
             self.recurrent = optree.tree_map(torch.clone, inputs.policy_state.on(self._run_device).recurrent)
         self._noise = rows_of(inputs.noise if inputs.stochastic else None, self._run_device)
-        self.reads_late = self._run_device.type == "cpu"  # of rows over the same memory
+        self.reads_late = self._run_device.type == "cpu"  # where rows are views of the noise
         self._generator = inputs.policy_state.generator.clone()
         self._recorder = Recorder(inputs.observation, inputs.length, always_copy=self.recurrent is not None)
         self._chosen: tuple[str, ...] = ("action",)  # the keys of the head's samples
@@ -194,7 +194,7 @@ class TorchActor(Actor):
     def again(self, inputs: ActorInputs, /) -> bool:
         policy = self._policy
         module = policy.bound(inputs.params)
-        if policy.head is not self._head_given or self._move or policy.bound_device not in (None, self._run_device):
+        if policy.head is not self._policy_head or self._move or policy.bound_device not in (None, self._run_device):
             return False
         self._begin(module, inputs)
         return True
@@ -211,9 +211,9 @@ class TorchActor(Actor):
 
     @override
     def act(self, t: int) -> Tensor:
-        given = self._arguments if self._move is None else self._move(self._arguments)
+        observations = self._arguments if self._move is None else self._move(self._arguments)
         recurrent = self.recurrent
-        arguments = given if recurrent is None else (*given, recurrent)
+        arguments = observations if recurrent is None else (*observations, recurrent)
         # Copies, since a module may write the next state into the memory of this one.
         before = [leaf.clone() for leaf in optree.tree_leaves(recurrent)] if self._state_names else ()
         try:
@@ -224,7 +224,7 @@ class TorchActor(Actor):
         if recurrent is not None:
             if t == 0:
                 check_recurrent(answer, recurrent)
-            answer, self.recurrent = answer[0], self._apart(answer[1])
+            answer, self.recurrent = answer[0], self._outside_observation(answer[1])
         extras: Sequence[Tensor] = ()
         if type(answer) is not Tensor and isinstance(answer, Mapping):
             answer, by_name = split_answer(answer, self._head)
@@ -250,8 +250,8 @@ class TorchActor(Actor):
         self._recorder.append(recorded)
         return action  # type: ignore[no-any-return]
 
-    def _apart(self, recurrent: Any) -> Any:
-        """The next recurrent state outside the observation's memory, which the next step overwrites."""
+    def _outside_observation(self, recurrent: Any) -> Any:
+        """The next recurrent state, copied if it shares the observation's memory, which the next step overwrites."""
         shared = any(memory_of(leaf) in self._read for leaf in optree.tree_leaves(recurrent))
         return optree.tree_map(torch.clone, recurrent) if shared else recurrent
 
@@ -262,7 +262,7 @@ class TorchActor(Actor):
             self.recurrent = select(mask, self._initial, self.recurrent)
 
     def recorded(self) -> list[Tensor]:
-        """Everything recorded so far, each [T, P, ...], in the order that `outputs_of` knows."""
+        """Everything recorded so far, each [T, P, ...], in the order that `outputs_of` expects."""
         return self._recorder.columns()
 
     @override
@@ -272,10 +272,10 @@ class TorchActor(Actor):
 
     def outputs_of(self, recorded: Sequence[Tensor]) -> Columns:
         """The outputs for the batch, checked, from what was recorded."""
-        head, names, chosen = self._head, self._recorder.names or (), (*self._chosen, *self._state_names)
-        few, own = len(chosen), len(recorded) - len(names)
-        outputs = dict(zip((*chosen, *names), (*recorded[:few], *recorded[own:]), strict=True))
-        parameters = dict(zip(head.names if head else (), recorded[few:own], strict=True))
+        head, extras, first = self._head, self._recorder.names or (), (*self._chosen, *self._state_names)
+        start, end = len(first), len(recorded) - len(extras)  # of the head's parameters
+        outputs = dict(zip((*first, *extras), (*recorded[:start], *recorded[end:]), strict=True))
+        parameters = dict(zip(head.names if head else (), recorded[start:end], strict=True))
         if head and (log_prob := head.log_prob(TORCH, (*parameters.values(),), outputs, self._spec)) is not None:
             outputs["action_log_prob"] = log_prob
         columns: Columns = {(name,): column for name, column in outputs.items()}
@@ -284,7 +284,7 @@ class TorchActor(Actor):
 
 
 def numbers_on(values: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
-    """Values of `Exploration` on a device. A number is written there, since to copy it to a GPU would be to wait."""
+    """Values of `Exploration` on a device. Numbers are made there, since copying them to a GPU would wait for it."""
     return {
         name: value.to(device) if isinstance(value, Tensor) else torch.full((), value, device=device)
         for name, value in values.items()
