@@ -218,10 +218,7 @@ def split_call(answer: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def split_answer(answer: Any, head: Head | None) -> tuple[Any, Mapping[str, Any]]:
-    """Split a policy's answer into the head's parameters (without a head: the action) and the extras to record.
-
-    PolicyError for keys that lack one of these, or that a batch uses itself.
-    """
+    """Split a policy's answer into a head's parameters (without a head: the action) and extras; else PolicyError."""
     if not isinstance(answer, Mapping):
         return answer, {}
     names = ("action",) if head is None else head.names

@@ -104,8 +104,7 @@ class GroupPolicy(PolicyBase):
 
     def of_group(self, name: str, exploration: Exploration) -> Exploration:
         """How the policy of a group explores."""
-        prefix = f"{name}."
-        values = exploration.values.items()
+        prefix, values = f"{name}.", exploration.values.items()
         return exploration._replace(values={k.removeprefix(prefix): v for k, v in values if k.startswith(prefix)})
 
     @override
@@ -184,12 +183,12 @@ class GroupPolicy(PolicyBase):
             widths |= dict.fromkeys(agents, noise.words if noise else 0)
         ends = np.cumsum([widths.get(agent, 0) for agent in spec.order])
         first = {agent: int(end) - widths.get(agent, 0) for agent, end in zip(spec.order, ends, strict=True)}
-        places: dict[str, list[int]] = {}
-        for name, noise in noises.items():
-            if noise is not None:
-                agents = [agent for agent in spec.groups[name].names if agent in widths]
-                places[name] = [first[agent] + word for agent in agents for word in range(noise.words)]
-        return places
+        drawn = {name: [agent for agent in spec.groups[name].names if agent in widths] for name in noises}
+        return {
+            name: [first[agent] + word for agent in drawn[name] for word in range(noise.words)]
+            for name, noise in noises.items()
+            if noise is not None
+        }
 
     @override
     def init(self, key: Key, num_envs: int, /) -> Any:
@@ -234,8 +233,7 @@ class GroupPolicy(PolicyBase):
         lead = action.shape[:2]
         for name, part in self.parts(spec).items():
             prefix = f"{name}."
-            own: Columns = {("action",): spec.of_group(name, action)}
-            own |= {
+            own: Columns = {("action",): spec.of_group(name, action)} | {
                 (path[0].removeprefix(prefix),): leaf for path, leaf in columns.items() if path[0].startswith(prefix)
             }
             rows = {path: leaf.flatten(1, 2) if part.n else leaf for path, leaf in own.items()}
@@ -253,9 +251,8 @@ class GroupPolicy(PolicyBase):
         actions = []
         num_envs = len(optree.tree_leaves(observation, namespace=NAMESPACE)[0])
         for name, part in self.parts(spec).items():
-            drawn = None if noise is None else part.noise(noise)
             rows, values = part.rows(observation), self.of_group(name, exploration)
-            after[name], found = part.answer(params[name], state[name], rows, drawn, values)
+            after[name], found = part.answer(params[name], state[name], rows, part.noise(noise), values)
             check_action(found["action"], part.spec, num_envs * max(part.n, 1))
             actions.append(found["action"].reshape(num_envs, -1))
             extras = {key: value for key, value in found.items() if key != "action"}
@@ -297,8 +294,8 @@ class _Part(NamedTuple):
         return self.policy.answer(self.spec, stochastic, (params, exploration.values), state, observation, noise)
 
     def noise(self, uniform: Any) -> Any:
-        """Its noise [..., P * n, *shape], from uniform numbers [..., P, m] for all agents."""
-        if self.kind is None:
+        """Its noise [..., P * n, *shape], from uniform numbers [..., P, m] for all agents; None if it has none."""
+        if self.kind is None or uniform is None:
             return None
         drawn = of_kind(self.kind, uniform[..., list(self.places)])
         return drawn.reshape(*drawn.shape[:-2], drawn.shape[-2] * max(self.n, 1), *self.kind.shape)
@@ -377,8 +374,8 @@ class GroupActor(PartsActor):
         return {name: self._of_group(part, inputs) for name, part in self._parts.items()}
 
     def _of_group(self, part: _Part, inputs: ActorInputs) -> ActorInputs:
-        noise = None if inputs.noise is None else part.noise(inputs.noise)
-        of_group: ActorInputs = self._policy.inputs_of(part.name, inputs, part.rows(inputs.observation), noise)
+        rows, noise = part.rows(inputs.observation), part.noise(inputs.noise)
+        of_group: ActorInputs = self._policy.inputs_of(part.name, inputs, rows, noise)
         return of_group._replace(spec=part.spec, num_envs=inputs.num_envs * max(part.n, 1), single=False)
 
     @override

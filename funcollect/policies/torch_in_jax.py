@@ -126,8 +126,7 @@ class LoweredPolicy(FunctionPolicy):
 
     def _copied(self, name: str, function: Callable[[Any], Any], tensors: Any) -> dict[str, Any]:
         """The result of a program. It waits for the program, so that the memory of `tensors` may be written again."""
-        copies: dict[str, Any] = import_jax().block_until_ready(compiled(self, name, function)(tensors))
-        return copies
+        return import_jax().block_until_ready(compiled(self, name, function)(tensors))  # type: ignore[no-any-return]
 
     def _joined(self, tensors: Mapping[str, Tensor]) -> dict[str, Any] | Joined:
         """The tensors joined as a program's argument; if that is impossible, laid-out copies by name."""

@@ -202,8 +202,7 @@ def _lent(owners: Iterable[nn.Module], users: Iterable[nn.Module]) -> Iterator[N
 def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
     """The modules that a function refers to, by name: in its closure, globals and defaults, and in attributes it reads.
 
-    The functions that it refers to are searched as well, except those of libraries. TypeError for a tensor outside of
-    modules that requires a gradient.
+    So are the functions that it refers to, except those of libraries. TypeError for a trainable tensor outside modules.
     """
     found: dict[str, nn.Module] = {}
     names = {"__wrapped__"}  # of the attributes that are searched
