@@ -140,9 +140,8 @@ class GroupPolicy(PolicyBase):
 
     def spec_of(self, name: str, spec: GroupedSpec) -> ActionSpec:
         """The action spec that the policy of a group gets: that of one agent, or of all together."""
-        if name not in self.together:
-            return spec.groups[name].action_spec
-        return ActionSpec(spec.groups[name].joint_space)
+        group = spec.groups[name]
+        return ActionSpec(group.joint_space) if name in self.together else group.action_spec
 
     @override
     def check(self, spec: Any, /) -> None:
@@ -233,7 +232,8 @@ class GroupPolicy(PolicyBase):
         lead = action.shape[:2]
         for name, part in self.parts(spec).items():
             prefix = f"{name}."
-            own: Columns = {("action",): spec.of_group(name, action)} | {
+            own: Columns = {("action",): spec.of_group(name, action)}
+            own |= {
                 (path[0].removeprefix(prefix),): leaf for path, leaf in columns.items() if path[0].startswith(prefix)
             }
             rows = {path: leaf.flatten(1, 2) if part.n else leaf for path, leaf in own.items()}

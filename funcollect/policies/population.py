@@ -118,8 +118,8 @@ class MemberLanes(NamedTuple):
             return xp.map(lambda leaf: leaf.reshape(sum(rows), *leaf.shape[2:]), xp.vmap(call)(of_members, folded))
         ends = pairwise(np.cumsum((0, *rows)).tolist())
         answers = [
-            call(xp.map(itemgetter(member), params), xp.map(itemgetter(slice(*ends_of_member)), inputs))
-            for member, ends_of_member in enumerate(ends, self.first)
+            call(xp.map(itemgetter(member), params), xp.map(itemgetter(slice(start, end)), inputs))
+            for member, (start, end) in enumerate(ends, self.first)
         ]
         return xp.map(lambda *leaves: xp.join(leaves), *answers)
 
