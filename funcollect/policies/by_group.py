@@ -1,4 +1,4 @@
-"""A policy made of policies, one for each group of agents."""
+"""Combines policies into one, with a policy for each group of agents."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from funcollect.tree import NAMESPACE, moved, select
 def by_group(policies: Mapping[str, Policy], *, together: Sequence[str] = ()) -> GroupPolicy:
     """A policy made of policies, by the names of an environment's groups.
 
-    The policy of a group is called with rows of its agents, observations ``[P * n, ...]``, and each has a recurrent
-    state of its own. What it returns is recorded under ``(group, …)``, ``[*B, T, n, ...]``: an action, and its
-    log-probability, for each agent. One that acts for all agents of a group `together` gets ``[P, n, ...]``, and its
-    head reads the parameters of n actions; it has one log-probability for all, ``[*B, T]``.
+    The policy of a group is called with a row for each of its n agents, observations ``[P * n, ...]``, and each row has
+    its own recurrent state. Outputs are recorded under ``(group, …)``, ``[*B, T, n, ...]``: an action, and its
+    log-probability, for each agent. The policy of a group in `together` gets ``[P, n, ...]``, and its head reads the
+    parameters of n actions; it has one log-probability for all, ``[*B, T]``.
 
     The noise of an agent follows from its lane, its step, and its place among all agents of the environment. Parameters
     are a dict by group, exploration has names such as ``"adversary.epsilon"``.
 
-    Raises TypeError for something else than policies; `funcollect.init` raises ValueError for other groups.
+    Raises TypeError for anything but policies; `funcollect.init` raises ValueError if the environment has other groups.
 
     >>> import torch, funcollect as fc
     >>> env = fc.make_env("pettingzoo/mpe/simple_tag_v3", num_envs=2)

@@ -1,4 +1,4 @@
-"""A policy made of policies, one for each player of a game in which one moves at a time."""
+"""Combines policies into one, with a policy for each player of a game in which one moves at a time."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def by_player(policies: Sequence[Policy]) -> PlayerPolicy:
     """A policy made of policies, by the number of the player for whom each acts.
 
     It is for games whose observation has ``current_player`` [P]: PettingZoo's turn-based ones, pgx's, and your own. All
-    policies are called at each step, with what the player whose turn it is observes, and that player's answer counts.
+    policies are called at each step, on the observation of the player to move, and only that player's outputs count.
     The recurrent state of a player changes only when that player moves, and is reset with each episode. All policies
     get the same noise, a function of the lane and the step. Outputs that the mover's policy lacks are zeros in a batch.
 
     Parameters are a dict by number, ``{"0": …, "1": …}``, and exploration has names such as ``"1.epsilon"``. One policy
     may act for several players; a frozen past self may be a `population`, with parameters for each group of lanes.
 
-    Raises TypeError for something else than policies; `funcollect.init` raises ValueError for another number of them.
+    Raises TypeError for anything but policies; `funcollect.init` raises ValueError for another number of players.
 
     >>> import torch, funcollect as fc
     >>> class Net(torch.nn.Linear):

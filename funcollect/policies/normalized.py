@@ -22,11 +22,11 @@ from funcollect.specs import Leaf, map_leaves
 
 
 def normalized(policy: Policy, stats: RunningStatistics, *, clip: float = 10.0) -> NormalizedTorch | NormalizedJax:
-    """A policy that acts on normalised observations; batches hold them as they were.
+    """A policy that acts on normalised observations; batches hold the raw ones.
 
     Its parameters are the pair (trainable, statistics): those of `policy`, for gradients and optimizers, and `stats`.
-    Both travel to workers as one version, and are saved together. Over Torch, other parameters, or a network, may be
-    given without statistics: those of the policy act.
+    Both are sent to workers as one version, and are saved together. In Torch, parameters or a network may be passed
+    without statistics: the policy then keeps its own.
 
     Args:
         policy: a policy made by `torch_policy` or `jax_policy`. It stays as it is, and shares its parameters.

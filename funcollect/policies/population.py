@@ -54,12 +54,12 @@ def population(policy: Policy, params: Any) -> TorchPopulation | JaxPopulation:
             collectors take other parameters of the same form.
 
     The members are one call under `jax.vmap`, or under `torch.func.vmap` where the module allows it, else a call for
-    each. A module keeps what it writes into buffers in place, not a buffer that its `forward` assigns. Random numbers
-    that a module or a function draws by itself differ from those of a separate run.
+    each. Buffers that a module writes in place keep their values, buffers that its `forward` assigns do not. Random
+    numbers that a module or a function draws by itself differ from those of a separate run.
 
     Raises:
         TypeError: for another kind of policy, and for a scripted module.
-        ValueError: for parameters unlike the policy's own behind the leading axis.
+        ValueError: for parameters that differ from the policy's own by more than the leading axis.
 
     >>> import torch, funcollect as fc
     >>> modules = [torch.nn.Linear(4, 2) for _ in range(4)]

@@ -77,8 +77,8 @@ class LoweredPolicy(FunctionPolicy):
 
     def _lowered(self, module: nn.Module, observation: Any, recurrent: Any) -> Lowered:
         device = next((parameter.device for parameter in module.parameters()), None)
-        example = (observation, recurrent) if device is None else moved((observation, recurrent), device)
-        inputs = self.source.arguments(*example)
+        sample = (observation, recurrent) if device is None else moved((observation, recurrent), device)
+        inputs = self.source.arguments(*sample)
         if isinstance(self.source, TensorDictPolicy):
             batch = TensorDict(inputs[0], batch_size=[len(leaves_of(observation)[0][0])])
             inputs = (batch[0] if self.single else batch,)
@@ -272,16 +272,16 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
     """Raise LoweringError unless `policy` and its module agree, and the module does not change its attributes."""
     source: Any = policy.source
     module: Any = source.bound(None)
-    example: Any = (observation, recurrent)
+    sample: Any = (observation, recurrent)
     look, device = Look.at(module), source.run_device
     with torch.no_grad():
-        copied = optree.tree_map(torch.clone, example if device is None else moved(example, device))
+        copied = optree.tree_map(torch.clone, sample if device is None else moved(sample, device))
         eager = source.call_module(module, *copied, policy.exploration_type, single=policy.single)
     if isinstance(source, TensorDictPolicy) and source.rereads(observation):
         _check_forgets(policy, module, *copied)
     if not look.alike():
         raise LoweringError(f"{type(module).__name__} changes its own attributes when called: return them as a state")
-    inputs: Any = optree.tree_map(argument, plain(example if recurrent is not None else example[:1]))
+    inputs: Any = optree.tree_map(argument, plain(sample if recurrent is not None else sample[:1]))
     params = policy.prepare(None)
     with import_jax().default_matmul_precision("highest"):  # coarser products of a GPU would look like a difference
         ours = import_jax().jit(policy.apply)(params, *inputs)

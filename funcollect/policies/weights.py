@@ -44,8 +44,8 @@ def _tensor(name: str, leaf: Any) -> Tensor:
 def matched(own: Any, given: Any, backend: str) -> Any:
     """`given`, a pytree like a policy's `own` parameters or a `state_dict_of` them, as a pytree; else ValueError."""
     expected, leaves = _by_name(own, backend), _by_name(given, backend)
-    named = isinstance(given, Mapping) and all(str(name)[:1] in ("", "[", ".") for name in given)
-    if saved := named and leaves.keys() != expected.keys():
+    by_path = isinstance(given, Mapping) and all(str(name)[:1] in ("", "[", ".") for name in given)
+    if saved := by_path and leaves.keys() != expected.keys():
         leaves = dict(given)
     check_shapes(_shapes(expected), _shapes(leaves))
     ordered = [leaves[name] for name in expected]
@@ -64,8 +64,8 @@ def check_shapes(expected: Shapes, got: Mapping[str, Any]) -> None:
     """Raise ValueError unless parameters have the paths and shapes of the policy's own."""
     if expected == got:
         return
-    own = sorted(name for name in expected if expected[name] != got.get(name))
-    pairs = itertools.zip_longest(own, sorted(got.keys() - expected.keys()))
+    wrong = sorted(name for name in expected if expected[name] != got.get(name))
+    pairs = itertools.zip_longest(wrong, sorted(got.keys() - expected.keys()))
     names = [name for pair in pairs for name in pair if name is not None]
     found = [
         f"{name} is {got.get(name, 'absent')}, expected {expected.get(name, 'absent')}" for name in names[:_MOST_NAMES]
@@ -87,7 +87,7 @@ def check_dtypes(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None
 
 
 def copied(own: Any, given: Any, backend: str) -> Any:
-    """A copy of `matched` parameters; tensors require gradients, are `nn.Parameter`, and lie on devices as in `own`."""
+    """A copy of `matched` parameters; tensors have the device, the class and the `requires_grad` of those in `own`."""
     tree = matched(own, given, backend)
     if backend == "jax":
         return jax_arrays(tree)

@@ -180,8 +180,8 @@ class Lowered:
         self.modes = [part.training for part in module.modules()]
         self._kinds = [(leaf.dtype, leaf.device) for leaf in leaves]
         self._programs = [LoweredProgram(module, self._treespec, leaves)]
-        own, parameters = {name for name, _ in module.named_parameters()}, self._programs[0].parameters
-        self.names = sorted(name for name, node in parameters.items() if node.users or name in own)
+        trainable, placeholders = {name for name, _ in module.named_parameters()}, self._programs[0].parameters
+        self.names = sorted(name for name, node in placeholders.items() if node.users or name in trainable)
         self._layouts = self._programs[0].layouts()
 
     def prepare(self, params: Any = None) -> dict[str, Any]:

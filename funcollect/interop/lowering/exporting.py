@@ -280,7 +280,7 @@ def _reason(error: Exception) -> str:
         what, mend = f"{first} has an output whose shape depends on data", "use operations of a fixed shape"
     elif "DataDependent" in type(error).__name__ or "data-dependent" in first:
         what, mend = "its control flow depends on data", "choose between values with torch.where instead of branching"
-    frames = [(each.filename, str(each.lineno), each.line or "") for each in traceback.extract_tb(error.__traceback__)]
+    frames = [(step.filename, str(step.lineno), step.line or "") for step in traceback.extract_tb(error.__traceback__)]
     place = _line([frame for frame in frames if "tensordict/nn/" not in frame[0]]) or "an unknown place"
     return f"{what}, at {place}: {mend}"
 

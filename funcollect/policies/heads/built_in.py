@@ -323,9 +323,9 @@ class TanhNormal(Bounded):
     def entropy(self, xp: Any, parameters: Parameters, spec: ActionSpec) -> Any:
         (loc, scale), (low, high) = parameters, self._bounds(xp, spec, parameters[0])
         loc, scale = loc[..., None], scale[..., None]
-        nodes, weights = (xp.constant(each.astype(np.float32), loc) for each in (_NODES, _WEIGHTS / _WEIGHTS.sum()))
+        nodes, weights = (xp.constant(row.astype(np.float32), loc) for row in (_NODES, _WEIGHTS / _WEIGHTS.sum()))
         raw = loc + scale * nodes
-        slope = self._slope(xp, raw, *(ranked(each[..., None], raw) for each in (low, high)))
+        slope = self._slope(xp, raw, *(ranked(bound[..., None], raw) for bound in (low, high)))
         return super().entropy(xp, parameters, spec) + _total((slope * weights).sum(-1), spec)
 
     def _slope(self, xp: Any, raw: Any, low: Any, high: Any) -> Any:
@@ -386,10 +386,10 @@ def clipped_normal(scale: Any) -> Head:
     >>> clipped_normal(0.1).values
     {'scale': 0.1}
     """
-    given = np.asarray(scale)
-    for number in given.ravel().tolist():
+    array = np.asarray(scale)
+    for number in array.ravel().tolist():
         check_number("scale", number, example=0.1)
-    return ClippedNormal(scale=given.astype(float).tolist())
+    return ClippedNormal(scale=array.astype(float).tolist())
 
 
 categorical: Head = Categorical()

@@ -122,7 +122,7 @@ def from_distribution(distribution: Callable[..., Any], *names: str) -> FromDist
     if not names:  # the parameters without a default value
         with contextlib.suppress(TypeError, ValueError):
             parameters = inspect.signature(distribution).parameters.values()
-            found = [each.name for each in parameters if each.default is each.empty and each.kind in _NAMED]
+            found = [one.name for one in parameters if one.default is one.empty and one.kind in _NAMED]
     if not found or not all(isinstance(name, str) for name in found):
         raise TypeError(
             f"names is {shown(found)}, expected the parameters of {shown(distribution)} that the network returns: pass "

@@ -80,8 +80,8 @@ def replaced(policy: Any, subject: Any) -> Any:
 
 def named(params: Any) -> dict[str, Any]:
     """Parameters by dotted name, from a module, or from a dict or TensorDict that may be nested."""
-    given = TensorDict.from_module(params) if isinstance(params, nn.Module) else params
-    return {".".join(path): leaf for path, leaf in flatten(given).items()}
+    tree = TensorDict.from_module(params) if isinstance(params, nn.Module) else params
+    return {".".join(path): leaf for path, leaf in flatten(tree).items()}
 
 
 class TorchBacked(HeadedPolicy):
