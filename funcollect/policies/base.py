@@ -330,7 +330,7 @@ class Recorder:
 
 
 def rows_of(columns: Tensor | None, device: torch.device) -> Iterator[Any]:
-    """Each row of columns [T, ...] on `device`, made 64 at a time, as in `Recorder`; None again and again for None."""
+    """Each row of columns [T, ...] on `device`, made 64 at a time, as in `Recorder`; for None, None without end."""
     if columns is None:
         return itertools.repeat(None)
     columns = columns if columns.device == device else columns.to(device)

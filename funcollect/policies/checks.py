@@ -82,7 +82,7 @@ def checked_lead(action: Any, spec: ActionSpec, shapes: Mapping[Leaf, Sequence[i
     if not _takes(spec, action.dtype):
         raise ValueError(f"the batch's action is {action.dtype}, the space {spec.space} wants {spec.dtype}: cast it")
     dims = action.ndim - len(spec.shape)
-    if spec.categories and not isinstance(action, (Tensor, import_jax().core.Tracer)):  # JAX would clip a wrong index
+    if spec.categories and not isinstance(action, (Tensor, import_jax().core.Tracer)):  # JAX would score another choice
         for at in _outside(torch.from_numpy(np.array(action)), spec).nonzero()[:, :dims].tolist():
             raise ValueError(
                 f"action {at} is {action[tuple(at)].tolist()}, expected one of {spec.space}: pass actions as collected"

@@ -35,7 +35,7 @@ from funcollect.protocols import Policy
 
 LaneIds = Sequence[int] | npt.NDArray[np.int64]  # consecutive ids
 
-_Modes = tuple[bool, ...]  # `training` of each submodule, on which it may depend whether `vmap` takes a module
+_Modes = tuple[bool, ...]  # `training` of each submodule; whether `vmap` takes a module may depend on it
 _MAPPED: weakref.WeakKeyDictionary[nn.Module, dict[_Modes, bool]] = weakref.WeakKeyDictionary()  # if `vmap` takes it
 
 
@@ -203,12 +203,12 @@ class TorchPopulation(Population, TorchPolicy):
         own = policy.tensors(None)
         stacked = {name: leaf.expand(self.size, *leaf.shape) for name, leaf in module.named_buffers()}
         stacked |= {name: leaf.to(own[name].dtype) if name in own else leaf for name, leaf in tensors.items()}
-        needed = {*dict(module.named_parameters()), *stacked}  # has one name of a tensor that has two
+        needed = {*dict(module.named_parameters()), *stacked}  # one name is enough for a tensor that has two
         check_shapes(
             {name: (self.size, *own[name].shape) for name in own if name in needed},
             {name: tuple(leaf.shape) for name, leaf in stacked.items()},
         )
-        copies: dict[int, Any] = {}  # by the id of the member's tensor, the population's; the memo of `deepcopy`
+        copies: dict[int, Any] = {}  # the population's tensor by the id of the member's: a memo for `deepcopy`
         for name, before in (*module.named_parameters(), *module.named_buffers()):
             leaf = stacked[name].detach().clone()
             copies[id(before)] = nn.Parameter(leaf, before.requires_grad) if isinstance(before, nn.Parameter) else leaf
