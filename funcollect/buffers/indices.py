@@ -1,4 +1,4 @@
-"""The frames of a sample: what specifies them, how they are drawn, and how slices are marked."""
+"""The frames of a sample: their specification, how they are drawn, and the flags of slices."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def from_generator(generator: torch.Generator | None) -> RandomSource:
     )
 
 
-@dataclass(kw_only=True, slots=True)  # to freeze it would take three times as long to make one
+@dataclass(kw_only=True, slots=True)  # a frozen one would take three times as long to make
 class SampleIndices:
     """The frames of a sample of N rows."""
 
@@ -74,9 +74,9 @@ class SampleIndices:
     spec: Slices | None = None  # of slices; None for single frames
     first: Ints | slice | None = None  # the rows that begin a slice
     last: Ints | slice | None = None  # the rows that end a slice
-    taken: Ints | None = None  # what a sampler without replacement took; by default the slots
+    taken: Ints | None = None  # the numbers that a sampler without replacement used; None if they are the slots
     info: Mapping[str, Tensor] = field(default_factory=dict)  # [N] by name, such as importance weights
-    marks: Mapping[Path, Bools] = field(default_factory=dict)  # further flags [N] of rows of slices
+    marks: Mapping[Path, Bools] = field(default_factory=dict)  # further flags [N] of slices, by path
 
     @property
     def index(self) -> Ints:
@@ -116,9 +116,9 @@ class SampleIndices:
 
 @dataclass(kw_only=True, slots=True)
 class WiderIndices(SampleIndices):
-    """The frames of another sample, and further ones that `finish` needs."""
+    """The frames of another sample, and further frames that `finish` needs."""
 
-    of: SampleIndices
+    of: SampleIndices  # the other sample
 
     @property
     @override
@@ -127,7 +127,7 @@ class WiderIndices(SampleIndices):
 
 
 class Sampler(Protocol):
-    """The interface of samplers for a `ReplayBuffer`. All methods but `draw` have defaults, for those without state."""
+    """The interface of samplers for a `ReplayBuffer`. Methods but `draw` have defaults, for samplers without state."""
 
     trajectories: Trajectories | None = None  # the keys that link frames; None for a sampler of single frames
 
@@ -139,7 +139,7 @@ class Sampler(Protocol):
         """Choose the frames of one sample."""
 
     def ran_out(self, batch_size: int) -> bool:
-        """Whether a round ended: every frame was returned once, or too few are left of which no batch can be made."""
+        """Whether a round has ended: every frame was returned once, or too few are left for a batch."""
         return False
 
     def give_back(self, drawn: SampleIndices) -> None:
@@ -159,7 +159,7 @@ class Sampler(Protocol):
         return {}
 
     def load(self, state: Arrays) -> None:
-        """Continue from what `state` returned, here or in another buffer; {} is the state at first."""
+        """Continue from the result of `state`, here or in another buffer; {} is the initial state."""
         return
 
 
@@ -278,12 +278,12 @@ class Slices:
 
     @cached_property
     def rows(self) -> int:
-        """The number of frames that a slice may have, with those around it."""
+        """The largest number of frames of a slice, with those around it."""
         return self.burn_in + self.slice_len + self.bootstrap
 
     @cached_property
     def ragged(self) -> bool:
-        """Whether a slice may have fewer."""
+        """Whether a slice may have fewer than `rows`."""
         return not self.strict_length or self.rows > self.slice_len or any(self.missing)
 
     @cached_property
@@ -299,8 +299,8 @@ class Slices:
         index, count, below = trajectory_index_of(memory), self.num_slices, random_source.below
         windows = self.over == "windows"
         size, valid = (len(memory), self.begins) if windows else (len(index.stop), self.fit)
-        tried, again = below(size, 4 * count), lambda some, n: some[below(len(some), n)]
-        found = completed(tried, count, size, partial(valid, index), again)
+        tried, redraw = below(size, 4 * count), lambda some, n: some[below(len(some), n)]
+        found = completed(tried, count, size, partial(valid, index), redraw)
         return self.sample(index, *index.places(found)) if windows else self.draw_in(index, found, random_source)
 
     def fit(self, index: TrajectoryIndex, trajectory: Ints) -> Bools:
@@ -345,10 +345,10 @@ class Slices:
             slots = index.get(trajectory[:, None], begin[:, None] + np.arange(self.slice_len))
             last = slice(self.slice_len - 1, None, self.slice_len)
             return SampleIndices(slots=slots.reshape(-1), spec=self, first=first, last=last)
-        stop, own = index.stop.take(trajectory) if end is None else end, begin
+        stop, own_begin = index.stop.take(trajectory) if end is None else end, begin
         if self.rows > self.slice_len:
-            own_stop = np.minimum(own + self.slice_len, stop)
-            begin = np.maximum(own - self.burn_in, index.first.take(trajectory))
+            own_stop = np.minimum(own_begin + self.slice_len, stop)
+            begin = np.maximum(own_begin - self.burn_in, index.first.take(trajectory))
             stop = np.minimum(own_stop + self.bootstrap, stop)
         position = begin[:, None] + np.arange(self.rows)
         slots = index.get(trajectory[:, None], np.minimum(position, stop[:, None] - 1)).reshape(-1)
@@ -356,7 +356,7 @@ class Slices:
         mask = (position < stop[:, None]).reshape(-1)
         drawn = SampleIndices(slots=slots, mask=mask, spec=self, first=first, last=last_rows)
         if self.rows > self.slice_len:
-            before = position < own[:, None]
+            before = position < own_begin[:, None]
             drawn.marks = {_BURN_IN: before.reshape(-1), _LEARN: (~before & (position < own_stop[:, None])).reshape(-1)}
         return drawn
 
@@ -369,13 +369,13 @@ def completed(
 ) -> Ints:
     """The first `count` of the random numbers `tried` for which `valid` is True.
 
-    If they are too few, ``draw(some, n)`` draws the other n among all valid ones below `size`; none if there are none.
+    If they are too few, ``draw(some, n)`` draws n more among all valid numbers below `size`. Empty if none is valid.
     """
     drawn = tried[valid(tried)][:count]
     if len(drawn) == count:
         return drawn
-    everything = np.flatnonzero(valid(np.arange(size)))
-    return np.concatenate([drawn, draw(everything, count - len(drawn))]) if len(everything) else everything
+    candidates = np.flatnonzero(valid(np.arange(size)))
+    return np.concatenate([drawn, draw(candidates, count - len(drawn))]) if len(candidates) else candidates
 
 
 def trajectory_index_of(memory: BufferView) -> TrajectoryIndex:

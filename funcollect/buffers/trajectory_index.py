@@ -20,12 +20,12 @@ from funcollect.trajectories.split import LANE, STEP, STEPS_AHEAD, TRAJECTORY_ID
 from funcollect.tree import Path, as_path
 
 _IDS: tuple[Path, ...] = (TRAJECTORY_IDS, ("episode",))  # the default keys; the first that a batch has is used
-_MOST_SEGMENTS = 1 << 12  # recorded before the index is updated; three megabytes, if each frame is a segment
+_MOST_SEGMENTS = 1 << 12  # recorded before the index is updated: three megabytes if each frame is a segment
 _FRAMES_AT_ONCE = 1 << 14  # added to the index together; their arrays fit into a processor's cache
 _SMALLEST_BLOCK = 4  # 2**4 entries
-_LANE = np.int64(-7046029254386353131)  # odd: ids plus multiples of it, modulo 2**64, do not meet
+_LANE = np.int64(-7046029254386353131)  # times the lane, added to ids: odd and large, so they do not collide
 _BY_TRAJECTORY = ("first", "stop", "_next_step", "_begin", "_bits")
-_Column = npt.NDArray[Any] | None  # one number per frame [N], or there are none
+_Column = npt.NDArray[Any] | None  # one number per frame [N]; None if the batch has none
 _STATE = ("member", "position", "_free", *_BY_TRAJECTORY)
 
 
@@ -93,7 +93,7 @@ class Trajectories:
         return Segments.of(ids, ends, step, lead, start, by_lane)
 
     def _ends(self, leaves: Mapping[Path, Tensor], lead: tuple[int, ...]) -> _Column:
-        """The end flags, ordered by lane. Of several keys, those that the batch lacks are left out, but not all."""
+        """The end flags, ordered by lane. Of several keys, those that the batch lacks are left out, unless all are."""
         if len(keys := self._end_keys) == 1:
             return _column(leaves, lead, keys[0], (("next", "done"),))
         held = [key for key in keys if as_path(key) in leaves] or keys
@@ -104,7 +104,7 @@ class Trajectories:
 def _column(
     leaves: Mapping[Path, Tensor], lead: tuple[int, ...], given: str | Path | None, usual: tuple[Path, ...]
 ) -> _Column:
-    """One number per frame, ordered by lane; None if no key was given and the batch has none of the usual ones."""
+    """One number per frame, ordered by lane; None without a `given` key if the batch has none of the `usual` ones."""
     for path in usual if given is None else (as_path(given),):
         leaf = leaves.get(path)
         if isinstance(leaf, Tensor):
@@ -193,7 +193,7 @@ class Segments(NamedTuple):
         return bool(((key[1:] == key[:-1]) & (lane[1:] != lane[:-1])).any())
 
     def by_lane(self, start: int, lanes: int) -> Segments:
-        """The segments with ids that are different in each lane; those of the first one stay."""
+        """The segments with ids made different for each lane; those of the first lane stay."""
         return self._replace(key=self.key + (self.number - start) % lanes * _LANE)
 
     def linked(self) -> Bools:
@@ -213,9 +213,9 @@ class TrajectoryIndex:
         self.capacity = capacity
         self.member = np.zeros(capacity, np.int32)  # by slot: the number of the frame's trajectory
         self.position = np.zeros(capacity, np.int64)  # by slot: the frame's position in its trajectory
-        # A trajectory's slots are in a block of entries, used as a ring. It moves to a larger one that it outgrows.
+        # A trajectory's slots are in a block of entries, used as a ring. One that outgrows it gets a larger block.
         self._entries = np.zeros(0, np.int32)
-        self._used = 0  # entries from here on were never used
+        self._used = 0  # entries from here on have never been used
         # Moving all blocks together instead makes `benchmarks replay` slower at a million frames.
         self._idle: dict[int, Ints] = {}  # the begins of free blocks of 2**bits entries, by bits
         self._begin = np.zeros(0, np.int64)  # by trajectory: where its block begins
@@ -224,13 +224,13 @@ class TrajectoryIndex:
         self.stop = np.zeros(0, np.int64)  # by trajectory: one past the position of its newest frame
         self._next_step = np.zeros(0, np.int64)  # by trajectory: the step of a frame that would continue it
         self._free = np.zeros(0, np.int64)  # numbers that no trajectory has
-        self._open: dict[int, int] = {}  # by key: the number of the trajectory that may continue
+        self._open: dict[int, int] = {}  # by key: the number of the trajectory that may go on
         self._waiting: list[Segments] = []  # noted, but not yet in the index, one entry per extend, oldest first
         self._count = 0  # the number of waiting segments
         self._numbers = range(0)  # the numbers of their frames
 
     def note(self, segments: Segments, numbers: range) -> None:
-        """Note the newest frames, which have these numbers: a tenth of the work; `update` does the rest when needed."""
+        """Record the newest frames, which have these numbers. `update` does the other nine tenths of the work later."""
         if self._waiting and (self._waiting[0].step is None) != (segments.step is None):
             self.update()
         self._numbers = range(self._numbers.start if self._waiting else numbers.start, numbers.stop)
@@ -245,13 +245,13 @@ class TrajectoryIndex:
             return
         start, oldest = self._numbers.start, self._numbers.stop - self.capacity
         self.retire(range(max(start - self.capacity, 0), min(oldest, start)))
-        some, frames = list[Segments](), 0
+        parts, frames = list[Segments](), 0
         for segments in self._waiting:
-            some.append(segments.since(oldest))
-            frames += int(some[-1].length.sum())
+            parts.append(segments.since(oldest))
+            frames += int(parts[-1].length.sum())
             if frames > (0 if segments is self._waiting[-1] else _FRAMES_AT_ONCE):
-                self.extend(Segments.joined(some))
-                some, frames = [], 0
+                self.extend(Segments.joined(parts))
+                parts, frames = [], 0
         self._waiting, self._count = [], 0
 
     def retire(self, numbers: range) -> None:
@@ -311,7 +311,7 @@ class TrajectoryIndex:
         found[fresh] = self._new(int(np.count_nonzero(fresh)))
         return found
 
-    def _new(self, count: int) -> Ints:
+    def _new(self, count: int) -> Ints:  # numbers for so many new trajectories
         if count > len(self._free):
             size = len(self.stop)
             grown = max(2 * size, size + count, 64)
@@ -361,7 +361,7 @@ class TrajectoryIndex:
             self._give_back(movers)
             self._begin[movers], self._bits[movers] = begin, size
 
-    def _give_back(self, trajectory: Ints) -> None:
+    def _give_back(self, trajectory: Ints) -> None:  # frees the blocks of trajectories
         bits = self._bits[trajectory]
         for size in sorted({*bits.tolist()} - {0}):
             left = self._begin[trajectory[bits == size]]

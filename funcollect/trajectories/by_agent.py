@@ -1,4 +1,4 @@
-"""The agents of a group as lanes, and the moves of each player of a game in turns as trajectories of their own."""
+"""Shows agents of a group as lanes, and the moves of each player of a turn-based game as trajectories."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ def player_trajectories(batch: TensorDictBase, previous: TensorDictBase | None =
 
 
 class _Turns:
-    """The turns of a batch [*B, T], and to which trajectory each belongs."""
+    """The turns of a batch [*B, T], and the trajectories to which they belong."""
 
     def __init__(self, batch: TensorDictBase, first: int) -> None:
-        """Of moves, those count that end at the frame `first` or later."""
+        """Moves count if they end at the frame `first` or later."""
         self.first, self.mover = first, split.require(batch, PLAYER, tail=())
         self.next_mover = split.require(batch, ("next", PLAYER), tail=())
         self.reward = split.require(batch, ("next", "reward"), tail=None)
@@ -133,8 +133,8 @@ class _Turns:
         end = nearest.flip(-1).cummin(-1).values.flip(-1)  # the frame in which the outcome of a move is known
         at = (moves & closes.gather(-1, end) & (end >= self.first)).nonzero(as_tuple=True)
         until = (*at[:-1], end[at])
-        made = moves.cumsum(-1)
-        number = self.step + made - 1 - (made - moves.long()).gather(-1, self.begin)
+        moved = moves.cumsum(-1)
+        number = self.step + moved - 1 - (moved - moves.long()).gather(-1, self.begin)
         reward = self.reward[..., player]
         total = reward.double().cumsum(-1)
         found = {path: leaf[until if path[0] == "next" else at] for path, leaf in leaves.items()}
