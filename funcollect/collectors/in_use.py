@@ -111,10 +111,9 @@ class InUse(Iterator[TensorDictBase]):
     def _refuse(self) -> NoReturn:
         """Raise RuntimeError, since a call of an exclusive method has not returned."""
         self._check_ready()
-        advice = "let a signal handler or a callback only set a flag, to act on between two batches"
-        raise RuntimeError(
-            f"the collector is in use by a call that has not returned: use it in one thread at a time, and {advice}"
-        )
+        what = "the collector is in use by a call that has not returned"
+        mend = "let a signal handler or a callback only set a flag, to act on between two batches"
+        raise RuntimeError(f"{what}: use it in one thread at a time, and {mend}")
 
     def start(self, buffer: Any = None) -> None:
         """Fill a buffer in a thread, ``buffer.extend(batch)``, until the run ends or the collector is shut down.

@@ -173,7 +173,7 @@ class RunnerOptions(LocalOptions):
 class Options(RunnerOptions):
     """The keywords of one runner, checked: TypeError or ValueError for a value out of its range, naming the keyword."""
 
-    env_device_given: bool = field(init=False, default=False)  # by the user; otherwise it is `device`
+    env_device_given: bool = field(init=False, default=False)  # by the user, not taken from `device`
 
     def __post_init__(self) -> None:
         check_positive("frames_per_batch", self.frames_per_batch)
@@ -209,10 +209,9 @@ class Options(RunnerOptions):
             check_extends("replay_buffer", buffer)
         arguments.check_optional_positive("trajs_per_write", write)
         if buffer is not None and self.split_trajs and self.postproc is None:
+            what = "split_trajs is True, so replay_buffer would store padding, expected rows without"
             mend = "pass trajs_per_batch for whole trajectories, or a postproc that leaves the padding out"
-            raise ValueError(
-                f"split_trajs is True, so replay_buffer would store padding, expected rows without: {mend}"
-            )
+            raise ValueError(f"{what}: {mend}")
         if write is not None and (buffer is None or self.trajs_per_batch is None):
             raise ValueError(f"trajs_per_write is {write}, but trajs_per_batch or replay_buffer is None: pass both")
         for name in HOOKS:

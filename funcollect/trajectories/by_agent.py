@@ -133,8 +133,8 @@ class _Turns:
         end = nearest.flip(-1).cummin(-1).values.flip(-1)  # the frame in which the outcome of a move is known
         at = (moves & closes.gather(-1, end) & (end >= self.first)).nonzero(as_tuple=True)
         until = (*at[:-1], end[at])
-        moved = moves.cumsum(-1)
-        number = self.step + moved - 1 - (moved - moves.long()).gather(-1, self.begin)
+        count = moves.cumsum(-1)
+        number = self.step + count - 1 - (count - moves.long()).gather(-1, self.begin)
         reward = self.reward[..., player]
         total = reward.double().cumsum(-1)
         found = {path: leaf[until if path[0] == "next" else at] for path, leaf in leaves.items()}

@@ -14,7 +14,7 @@ from funcollect.tree import Path
 
 
 def compact(batch: TensorDictBase, paths: Sequence[Path]) -> FinalObservations:
-    """Remove the next observations from an unlocked batch; return those that no following frame has as its own."""
+    """Remove the next observations from an unlocked batch; return those that no following frame observes."""
     alone = ~_followed(batch)
     leaves = {path: batch.pop(("next", *path))[alone] for path in paths}
     return FinalObservations(batch[TRAJECTORY_IDS][alone], batch[STEP][alone], leaves)

@@ -108,7 +108,7 @@ def split_trajectories(
 
 
 class _PaddedLayout:
-    """Moves the frames that are `held` [*B, T] to a table, a row per trajectory. These begin at `begins` [*B, T]."""
+    """Moves the frames that are `held` [*B, T] to a table of one trajectory per row, from `begins` [*B, T] on."""
 
     def __init__(self, begins: Tensor, held: Tensor | None) -> None:
         self.dims, self.held = begins.ndim, held
@@ -146,7 +146,7 @@ class _PaddedLayout:
 
 def assign(leaf: Tensor, index: Any, values: Tensor) -> None:
     """Set ``leaf[index]``, also of dtypes that Torch cannot assign to by index."""
-    if (signed := ASSIGNABLE.get(leaf.dtype)) is not None:  # a view of leaves with gradients would stop these
+    if (signed := ASSIGNABLE.get(leaf.dtype)) is not None:  # views of floating leaves would stop gradients
         leaf, values = leaf.view(signed), values.view(signed)
     leaf[index] = values
 

@@ -147,7 +147,7 @@ class PendingTrajectories:
         return self._final[self._final.find(ids, step)]
 
     def _only(self, table: _Table) -> PendingTrajectories:
-        """These frames alone. A batch of which less than half is left is copied, so that its memory is freed."""
+        """These frames alone. If less than half of a batch is left, it is copied to free its memory."""
         table = table.copy()
         pieces: list[TensorDictBase] = []
         for piece in np.unique(table["piece"]):

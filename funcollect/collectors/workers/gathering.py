@@ -46,7 +46,7 @@ class PendingBatch(NamedTuple):
 
 
 class BatchAssembler:
-    """Makes batches of the rollouts of a group of workers, here in this process; transports have their own."""
+    """Makes batches of the rollouts of a group of workers, here in this process; other transports have subclasses."""
 
     def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup) -> None:
         self._submit, self.group = submit, group
@@ -111,7 +111,7 @@ class ReadyBatch(NamedTuple):
 class LagBound:
     """Bounds how many versions the weights of a batch may be behind when it is delivered.
 
-    It expects the largest number of updates between two batches so far; until one is known, only one batch may wait.
+    It expects as many updates between two batches as there have been at most. Until then, only one batch may wait.
     """
 
     def __init__(self, most: int) -> None:
@@ -127,7 +127,7 @@ class LagBound:
     def holds(self, versions: Iterable[int], held: int = 0) -> bool:
         """Whether batches of these versions can be delivered in time, after `held` others."""
         between, latest = self._updates or math.inf, self._latest or 0
-        places = enumerate(sorted(versions), held)  # at 0, `between` may be infinite
+        places = enumerate(sorted(versions), held)  # `place and`, since 0 * inf is nan
         return all(latest - version + (place and place * between) <= self._most for place, version in places)
 
 
