@@ -213,19 +213,19 @@ class Slices:
         strict_length: if False, trajectories that are shorter are drawn as well, and the sample has fewer frames then.
         pad_output: pad them with zeros instead; ``("collector", "mask")`` ``[N]`` bool is False for padding. Only with
             ``strict_length=False``.
-        init_key: names the flags like ``is_init``: a string those of this name, in nested dicts too; a tuple one path.
-            None leaves them as stored.
+        init_key: the flags that are set like ``is_init``: a string for all of this name, also in nested dicts; a tuple
+            for one path; None for none.
         across_episodes: whether rows that begin an episode are marked, too, for rings with
             ``Trajectories(across_episodes=True)``.
         over: ``"trajectories"`` draws the trajectory uniformly, then the slice's first frame in it; ``"windows"`` draws
             uniformly from all possible slices.
         truncated_key: the flag of a slice's last row, whose neighbour ``done`` is True there, too; None for neither.
-        span: slices may begin before their trajectory and end after it, and lack the frames that are not in it: at most
-            so many, one number or two (at the beginning, at the end). True means all but one; False none. Windows begin
-            in their trajectory, and with a span at the end may be of shorter ones.
-        burn_in, bootstrap: so many frames before and after each slice come with it, if its trajectory has them, and are
-            padding otherwise, at the end. ``("collector", "learn")`` ``[N]`` bool is True for the slice itself, and
-            ``("collector", "burn_in")`` for what comes before. ``is_first`` is True where the burn-in begins.
+        span: how many frames a slice may lack, because it begins before its trajectory or ends after it: one number, or
+            two (at the beginning, at the end). True means all but one, False none. Windows begin in their trajectory;
+            with a span at the end, they may be of shorter ones.
+        burn_in, bootstrap: the numbers of frames before and after each slice that come with it. Frames that its
+            trajectory lacks are padding, at the end. ``("collector", "learn")`` ``[N]`` bool is True for the slice
+            itself, ``("collector", "burn_in")`` for frames before it. ``is_first`` is True where the burn-in begins.
 
     >>> import funcollect as fc, numpy as np, torch
     >>> frames = TensorDict({"episode": torch.arange(8) // 4, "x": torch.arange(8)}, [8])
@@ -270,10 +270,10 @@ class Slices:
     @cached_property
     def missing(self) -> tuple[int, int]:
         """How many frames of a slice may be missing at its beginning and its end; TypeError for another `span`."""
-        both = self.span if isinstance(self.span, tuple) else (self.span, self.span)
-        if len(both) != 2 or not all(isinstance(each, (bool, int)) for each in both):
+        spans = self.span if isinstance(self.span, tuple) else (self.span, self.span)
+        if len(spans) != 2 or not all(isinstance(each, (bool, int)) for each in spans):
             raise TypeError(f"span is {self.span!r}, expected a bool, an int, or two of them: pass for example span=2")
-        left, right = (self.slice_len - 1 if each is True else int(each) for each in both)
+        left, right = (self.slice_len - 1 if each is True else int(each) for each in spans)
         return left, right
 
     @cached_property
@@ -300,8 +300,8 @@ class Slices:
         windows = self.over == "windows"
         size, valid = (len(memory), self.begins) if windows else (len(index.stop), self.fit)
         tried, redraw = below(size, 4 * count), lambda some, n: some[below(len(some), n)]
-        found = completed(tried, count, size, partial(valid, index), redraw)
-        return self.sample(index, *index.places(found)) if windows else self.draw_in(index, found, random_source)
+        drawn = completed(tried, count, size, partial(valid, index), redraw)
+        return self.sample(index, *index.places(drawn)) if windows else self.draw_in(index, drawn, random_source)
 
     def fit(self, index: TrajectoryIndex, trajectory: Ints) -> Bools:
         """Whether these trajectories are long enough."""

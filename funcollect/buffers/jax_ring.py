@@ -49,11 +49,11 @@ def init(example: Any, *, steps: int, lanes: int | None = None) -> JaxRing:
     leaves = jax.tree.leaves(example)
     if not leaves:
         raise ValueError("the example has no leaves, expected at least one array [T, L, ...]: nothing would be stored")
-    found = {tuple(leaf.shape[1:2]) for leaf in leaves}
-    if len(found) != 1 or found == {()} or (lanes is not None and found != {(lanes,)}):
+    sizes = {tuple(leaf.shape[1:2]) for leaf in leaves}
+    if len(sizes) != 1 or sizes == {()} or (lanes is not None and sizes != {(lanes,)}):
         what = f"the example's arrays have shapes {[tuple(leaf.shape) for leaf in leaves]}, expected [T, L, ...] with L"
         raise ValueError(f"{what} = {lanes or 'the same for all'}: give a batch with time first, then lanes")
-    ((number,),) = found
+    ((number,),) = sizes
     if steps * number >= 2**31:
         raise ValueError(f"{steps} steps of {number} lanes are 2**31 frames or more: give fewer steps")
     data = jax.tree.map(lambda leaf: jax.numpy.zeros((steps, number, *leaf.shape[2:]), leaf.dtype), example)

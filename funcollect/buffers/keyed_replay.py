@@ -59,10 +59,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
         batch, prioritized = data, isinstance(self.sampler, PrioritizedSampler)
         if prioritized and isinstance(data, list) and data and all(isinstance(item, TensorDictBase) for item in data):
             batch = TensorDict.maybe_dense_stack(data)
-        given = batch.get(self.priority_key, None) if prioritized and isinstance(batch, TensorDictBase) else None
-        if given is None or not given.numel():
+        values = batch.get(self.priority_key, None) if prioritized and isinstance(batch, TensorDictBase) else None
+        if values is None or not values.numel():
             return super()._extend(data)
-        priority = self._reduced(given, batch.batch_size[: self.storage.ndim].numel())
+        priority = self._reduced(values, batch.batch_size[: self.storage.ndim].numel())
         check_priorities(priority.numpy(force=True))  # before any frame is stored
         with self._lock:
             slots = super()._extend(data)

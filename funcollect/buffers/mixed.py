@@ -102,10 +102,10 @@ class MixedBuffers:
 
     def update_priority(self, index: Any, priority: Any, written: Any = None) -> None:
         """Set the priorities of frames in the buffers that have priorities; see `ReplayBuffer.update_priority`."""
-        given = torch.as_tensor(priority).reshape(-1)
+        values = torch.as_tensor(priority).reshape(-1)
         for buffer, rows, slots, then in self._parts(index, written):
             if isinstance(buffer.sampler, PrioritizedSampler):
-                buffer.update_priority(slots, given if len(given) == 1 else given[rows.to(given.device)], then)
+                buffer.update_priority(slots, values if len(values) == 1 else values[rows.to(values.device)], then)
 
     def update(self, index: Any, values: Mapping[Any, Any] | TensorDictBase, written: Any = None) -> int:
         """Write values back to the frames in these slots of their buffers; see `ReplayBuffer.update`."""

@@ -318,7 +318,7 @@ class ReplayBuffer(FramesByIndex):
             return dumping.files_of(Path(directory))
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *, allow_pickle: bool = False) -> None:
-        """Restore what `state_dict` returned, as `loads` does; TypeError for anything else."""
+        """Restore the result of `state_dict`, as `loads` does; TypeError for anything else."""
         with tempfile.TemporaryDirectory() as directory:
             dumping.write_files(Path(directory), state_dict)
             self.loads(directory, allow_pickle=allow_pickle)

@@ -163,14 +163,14 @@ class PrioritizedSampler(RandomSampler):
             self._update_on_device(memory, index, priority, written, before)
             return
         slots = numbers_of("index", index, "iu").astype(np.int64)
-        given = numbers_of("priority", priority, "fiub").astype(np.float64)
-        if len(given) not in (1, len(slots)):
-            raise ValueError(f"{len(given)} priorities are given for {len(slots)} frames: give one each, or for all")
+        values = numbers_of("priority", priority, "fiub").astype(np.float64)
+        if len(values) not in (1, len(slots)):
+            raise ValueError(f"{len(values)} priorities are given for {len(slots)} frames: give one each, or for all")
         if (present := present_in(memory, slots, written, before)) is not None:
-            slots, given = slots[present], given if len(given) == 1 else given[present]
-        highest = check_priorities(given)
+            slots, values = slots[present], values if len(values) == 1 else values[present]
+        highest = check_priorities(values)
         if len(slots):
-            self._priorities.put(slots, self._weights(given))
+            self._priorities.put(slots, self._weights(values))
             if highest > self._highest:
                 self._highest = np.array([highest])
 
@@ -178,17 +178,17 @@ class PrioritizedSampler(RandomSampler):
         """`update_priority` on a device. Priorities below 0 or not finite are ignored: an error would have to wait."""
         sums, device = self._priorities, self._device
         slots = torch.as_tensor(index, device=device).reshape(-1).long()
-        given = torch.as_tensor(priority, device=device).detach().reshape(-1).double()
-        if len(given) not in (1, len(slots)):
-            raise ValueError(f"{len(given)} priorities are given for {len(slots)} frames: give one each, or for all")
+        values = torch.as_tensor(priority, device=device).detach().reshape(-1).double()
+        if len(values) not in (1, len(slots)):
+            raise ValueError(f"{len(values)} priorities are given for {len(slots)} frames: give one each, or for all")
         after: Any = 0 if written is None else later(written, before + memory.written, len(slots))
         after = sums.moved(after) if isinstance(after, np.ndarray) else after
-        kept = (slots >= 0) & (slots < len(memory)) & (given >= 0) & (given <= _LARGEST)
+        kept = (slots >= 0) & (slots < len(memory)) & (values >= 0) & (values <= _LARGEST)
         kept &= (memory.written - 1 - slots) % memory.capacity >= after
         kept &= after < memory.written
         slots = slots.clamp(0, self.max_capacity - 1)
-        sums.put(slots, torch.where(kept, self._weights(given), sums.get(slots)))
-        self._highest = torch.cat([self._highest, torch.where(kept, given, 0.0)]).amax(0, keepdim=True)
+        sums.put(slots, torch.where(kept, self._weights(values), sums.get(slots)))
+        self._highest = torch.cat([self._highest, torch.where(kept, values, 0.0)]).amax(0, keepdim=True)
 
     def _weights(self, priority: Any) -> Any:
         return (priority + self.eps) ** float(self.alpha)

@@ -86,15 +86,15 @@ class SumTree:
         found = np.empty(len(rest), np.int64)
         found[order] = upto.searchsorted(rest[order], side="right") - 1
         rest -= upto.take(found)
-        rows, each = np.zeros((len(places), _WIDTH + 1)), np.arange(len(places))
+        rows, row = np.zeros((len(places), _WIDTH + 1)), np.arange(len(places))
         ends = torch.from_numpy(rows[:, 1:])
         for sums in self._sums[-2::-1]:
-            some = torch.from_numpy(sums.reshape(-1, _WIDTH).take(found, axis=0))
-            torch.cumsum(some, -1, out=ends)  # which takes a third of NumPy's time
+            blocks = torch.from_numpy(sums.reshape(-1, _WIDTH).take(found, axis=0))
+            torch.cumsum(blocks, -1, out=ends)  # which takes a third of NumPy's time
             # Rounding must not move a place past the end of its block, where the next slot may have the weight 0.
             rest = np.minimum(rest, np.nextafter(rows[:, -1], 0.0))
             child = (rows[:, 1:] > rest[:, None]).argmax(axis=1)
-            rest -= rows[each, child]
+            rest -= rows[row, child]
             found = found * _WIDTH + child
         return found
 

@@ -303,13 +303,13 @@ class TrajectoryIndex:
 
     def _of_groups(self, heads: Segments) -> Ints:
         """The trajectories of groups that begin with these segments: open ones that they continue, or new ones."""
-        found = np.array([self._open.get(key, -1) for key in heads.key.tolist()], np.int64)
-        fresh = found < 0
+        trajectories = np.array([self._open.get(key, -1) for key in heads.key.tolist()], np.int64)
+        fresh = trajectories < 0
         fresh[1:] |= heads.key[1:] == heads.key[:-1]
         if heads.step is not None and not fresh.all():
-            fresh |= heads.step != self._next_step[found]
-        found[fresh] = self._new(int(np.count_nonzero(fresh)))
-        return found
+            fresh |= heads.step != self._next_step[trajectories]
+        trajectories[fresh] = self._new(int(np.count_nonzero(fresh)))
+        return trajectories
 
     def _new(self, count: int) -> Ints:  # numbers for so many new trajectories
         if count > len(self._free):
@@ -334,7 +334,7 @@ class TrajectoryIndex:
         return {name: getattr(self, name) for name in _STATE} | blocks
 
     def load(self, state: Arrays) -> None:
-        """Restore what `state` returned."""
+        """Restore the result of `state`."""
         for name in (*_STATE, "_entries"):
             setattr(self, name, state[name])
         self._used = len(self._entries)
@@ -352,10 +352,10 @@ class TrajectoryIndex:
         bits = np.frexp(np.maximum(self.stop[trajectory] - first, 2) - 1)[1].astype(np.int64).clip(min=_SMALLEST_BLOCK)
         moving = np.flatnonzero(bits > self._bits[trajectory])
         for size in sorted(set(bits[moving].tolist())):
-            some = moving[bits[moving] == size]
-            movers, begin, length = trajectory[some], self._take(size, len(some)), (held - first)[some]
+            rows = moving[bits[moving] == size]
+            movers, begin, length = trajectory[rows], self._take(size, len(rows)), (held - first)[rows]
             if total := int(length.sum()):
-                position = np.arange(total) - (np.cumsum(length) - length - first[some]).repeat(length)
+                position = np.arange(total) - (np.cumsum(length) - length - first[rows]).repeat(length)
                 slots = self.get(movers.repeat(length), position)
                 self._entries[begin.repeat(length) + (position & ((1 << size) - 1))] = slots
             self._give_back(movers)

@@ -240,9 +240,9 @@ class SliceSampler(RandomSampler):
         self.returns = returns_of(n_steps, gamma)
         self.num_slices, self.slice_len = num_slices, slice_len
         spans = tuple(span) if isinstance(span, (tuple, list)) else (span if over == "trajectories" else False, span)
-        one, other = (1 << 30 if size is None else size for size in (num_slices, slice_len))
+        count, length = (1 << 30 if size is None else size for size in (num_slices, slice_len))
         self._base = Slices(
-            num_slices=one, slice_len=other, strict_length=strict_length, pad_output=pad_output, init_key=init_key,
+            num_slices=count, slice_len=length, strict_length=strict_length, pad_output=pad_output, init_key=init_key,
             over=over, truncated_key=truncated_key, span=spans, across_episodes=across_episodes, burn_in=burn_in,
             bootstrap=bootstrap,
         )  # fmt: skip
@@ -255,13 +255,13 @@ class SliceSampler(RandomSampler):
     @override
     def spec(self, batch_size: int) -> Slices:
         """The slices of a sample; ValueError if their number or length does not divide `batch_size`."""
-        given = self.num_slices or self.slice_len or 1
-        other, rest = divmod(batch_size, given)
+        divisor = self.num_slices or self.slice_len or 1
+        quotient, rest = divmod(batch_size, divisor)
         if rest:
-            what = f"batch_size is {batch_size}, {'num_slices' if self.slice_len is None else 'slice_len'} {given}"
-            near = max(other, 1) * given
+            what = f"batch_size is {batch_size}, {'num_slices' if self.slice_len is None else 'slice_len'} {divisor}"
+            near = max(quotient, 1) * divisor
             raise ValueError(f"{what}, expected a positive multiple: sample for example {near} frames")
-        num_slices, slice_len = (other, given) if self.num_slices is None else (given, other)
+        num_slices, slice_len = (quotient, divisor) if self.num_slices is None else (divisor, quotient)
         if (found := self._specs.get((num_slices, slice_len))) is None:  # checking it takes as long as drawing
             found = self._specs[num_slices, slice_len] = replace(self._base, num_slices=num_slices, slice_len=slice_len)
         return found

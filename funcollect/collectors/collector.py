@@ -151,7 +151,7 @@ class CollectorBase(RunOptions, InUse, ABC):
         }
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """End the run and free what it holds. Batches that were delivered stay. Does nothing the second time.
+        """End the run and free its resources. Delivered batches stay valid. Does nothing the second time.
 
         Both arguments are TorchRL's and have no effect: workers that do not end within seconds are killed, and
         environments that the collector has not built stay open.
@@ -169,7 +169,7 @@ class CollectorBase(RunOptions, InUse, ABC):
 
     @abstractmethod
     def _close(self) -> None:
-        """Free what the run holds."""
+        """Free the resources of the run."""
 
     def save(self, path: str | os.PathLike[str], *, episodes: Episodes = "continue") -> None:
         """Write the run to a file: weights, counts, episodes in flight, and batches that are ready.

@@ -176,7 +176,7 @@ class InUse(Iterator[TensorDictBase]):
 
     @property
     def _other_filler(self) -> _Filler | None:
-        """The filler that `start` has made, unless the calling thread is its own."""
+        """The filler, if there is one, unless it calls this in its own thread."""
         filler = self._filler
         return None if filler is None or filler.thread is threading.current_thread() else filler
 

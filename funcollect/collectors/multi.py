@@ -72,8 +72,8 @@ class MultiSyncDataCollector(ProcessCollector):
     list with the frames of each."""
     cat_results: Join = "stack"
     """``"stack"``; or ``0`` for ``[W * P, T]``, ``-1`` for ``[P, W * T]``, and for single environments ``[W * T]``
-    either way. Workers with different numbers of frames need ``-1``, or single environments with ``0``. Where rows of
-    workers follow each other in time, trajectory ids tell them apart, and no flag does."""
+    either way. Workers with different numbers of frames need ``-1``, or single environments with ``0``. If rows of
+    workers follow each other in time, only trajectory ids separate them: no flag does."""
     prefetch: bool = False
     """collect the next batch while the reader works on one. New weights act one batch later. Without it a batch
     begins when it is requested, with the weights of that moment."""
@@ -109,7 +109,7 @@ class MultiaSyncDataCollector(ProcessCollector):
     max_policy_lag: int | None = None
     """the most versions by which the weights that acted in a batch may be older than the latest ones when it is
     delivered; None for no bound. A worker then waits before a rollout that might be delivered too late, and no batch is
-    dropped. That counts on as many updates between two batches as there have been at most, so the first batch is
+    dropped. This assumes as many updates between two batches as there have been at most, so the first batch is
     collected alone; batches that were begun before updates became more frequent may exceed the bound."""
     max_unread: int = 2
     """batches of each worker that may be ready, or under way, beyond the one that is delivered; then it waits."""

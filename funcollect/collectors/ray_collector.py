@@ -66,7 +66,7 @@ class RayCollector(WorkerCollector):
     `collector_class` has workers itself, its batches ([K, P, T], depending on `cat_results`) replace [P, T].
 
     Collector ``i`` with K workers of P environments owns the lanes ``i * K * P`` to ``(i + 1) * K * P - 1``. The same
-    lanes collect the same data, bit for bit, as in the workers of `MultiSyncDataCollector`. Failures are as there.
+    lanes collect the same data, bit for bit, as in a `MultiSyncDataCollector`, which also handles failures alike.
     Batches are copied once out of Ray's object store, into memory that is reused once no view of it is alive. Weights
     are put into the object store once per update.
 

@@ -115,7 +115,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         self.warning = own_action_warning(self.policy, options.init_random_frames)  # for the user; may be empty
         self.length = math.ceil(options.frames_per_batch / lanes)
         self._request = options.request(self.length, self.lanes)
-        self.loops: Mapping[str, api.RunLoop] = api.LOOPS  # what runs the rollouts, by `Route.loop`
+        self.loops: Mapping[str, api.RunLoop] = api.LOOPS  # the loops for rollouts, by `Route.loop`
 
     @property
     @override

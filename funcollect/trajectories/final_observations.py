@@ -81,5 +81,5 @@ def detach(batch: TensorDictBase) -> FinalObservations | None:
     if node is None:
         return None
     batch.del_(FINAL)
-    each = optree.tree_leaves(node.tolist() if is_non_tensor(node) else node)  # batches that were joined have lists
-    return FinalObservations.joined([*{id(one): one for one in each}.values()])
+    parts = optree.tree_leaves(node.tolist() if is_non_tensor(node) else node)  # joined batches have lists
+    return FinalObservations.joined([*{id(part): part for part in parts}.values()])

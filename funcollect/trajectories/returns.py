@@ -119,13 +119,13 @@ def _arrays_of(batch: Mapping[str, Any], values: Mapping[str, Any], needed: Iter
     split.check_single_steps(batch)
     jnp, flat = import_jax().numpy, flatten(batch)
     paths = _NEEDED | _OPTIONAL | ({"traj_ids": _EPISODE} if _EPISODE in flat else {})
-    given = {name: flat[path] for name, path in paths.items() if path in flat}
-    if missing := [".".join(paths[name]) for name in needed if name not in given]:
+    leaves = {name: flat[path] for name, path in paths.items() if path in flat}
+    if missing := [".".join(paths[name]) for name in needed if name not in leaves]:
         raise ValueError(f"the batch lacks {missing}, which are needed here; it has {sorted(map('.'.join, flat))}")
-    for name, leaf in (given | dict(values)).items():
+    for name, leaf in (leaves | dict(values)).items():
         _check_type(name, leaf, hasattr(leaf, "shape") and not isinstance(leaf, Tensor), "a JAX array")
-    reward, done = given["reward"], given["done"]
-    for name, leaf in given.items():
+    reward, done = leaves["reward"], leaves["done"]
+    for name, leaf in leaves.items():
         fits = leaf.shape == done.shape or (name == "reward" and leaf.shape[:-1] == done.shape)
         if not fits or done.ndim not in (1, 2):
             what = f"{'.'.join(paths[name])} has shape {list(leaf.shape)}, next.done {list(done.shape)}"
@@ -134,7 +134,7 @@ def _arrays_of(batch: Mapping[str, Any], values: Mapping[str, Any], needed: Iter
     for name, leaf in values.items():
         _check_values(name, leaf, jnp.issubdtype(leaf.dtype, jnp.floating), reward.shape)
     split.check_time_first(flat.get(split.LANE))
-    columns = {name: jnp.asarray(leaf) for name, leaf in given.items()}
+    columns = {name: jnp.asarray(leaf) for name, leaf in leaves.items()}
     if reward.ndim > done.ndim:
         columns = {name: leaf if name == "reward" else leaf[..., None] for name, leaf in columns.items()}
     return columns | {name: jnp.asarray(leaf) for name, leaf in values.items()}
@@ -202,7 +202,7 @@ class MultiStep:
         """
         split.check_order(batch)
         split.check_single_steps(batch)
-        batch = next_observations(batch)  # of a compact batch, since they change
+        batch = next_observations(batch)  # a compact batch lacks those that the result takes from later frames
         if not batch.shape[-1]:
             raise ValueError(f"the batch {list(batch.shape)} has no frames, expected [*B, T] with T of at least 1")
         steps = self._steps(batch)
@@ -276,7 +276,7 @@ def scale_rewards(
         gamma: the discount per step, in [0, 1].
         clip: the largest absolute value of a scaled reward.
 
-    Returns the scaled rewards, with the shape and dtype of ``next.reward``, and what the next call takes. Raises the
+    Returns the scaled rewards, with the shape and dtype of ``next.reward``, and the next call's `scaling`. Raises the
     errors of `gae`.
 
     >>> import funcollect as fc

@@ -44,7 +44,7 @@ _Numbers = npt.NDArray[np.int32] | Ints  # of planes, as stored in rows, or as i
 
 @contextmanager
 def room_for(message: str) -> Iterator[None]:
-    """Raise an OSError that begins with this message if the disk has no room for what is written in the block."""
+    """Raise an OSError that begins with this message if the disk has no room for the data written in the block."""
     try:
         yield
     except OSError as error:

@@ -179,9 +179,9 @@ class Gathering(WorkerPool):
         """Raise WorkerError unless the workers' environments fit into one batch: equal spaces, as many lanes."""
         for worker, info in infos.items():
             for name, words in _ALIKE.items():
-                own, wanted = getattr(info, name), getattr(self.info, name)
-                if own != wanted:
-                    what = f"worker {worker}: {info.label} has {words} {own}, worker 0 has {wanted}"
+                got, wanted = getattr(info, name), getattr(self.info, name)
+                if got != wanted:
+                    what = f"worker {worker}: {info.label} has {words} {got}, worker 0 has {wanted}"
                     mend = "give all workers environments with equal spaces and as many lanes"
                     raise WorkerError(f"{what}: {mend}", worker)
 

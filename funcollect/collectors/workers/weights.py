@@ -62,8 +62,8 @@ class Weights:
 
     def __init__(self, pool: WorkerPool, weight_store: WeightStore, policy: Any) -> None:
         self._pool, self._weight_store = pool, weight_store
-        own = policy is None or is_policy(policy)
-        self._policy: Policy | None = policy if own else TorchPolicy(policy, None, None, None)
+        known = policy is None or is_policy(policy)
+        self._policy: Policy | None = policy if known else TorchPolicy(policy, None, None, None)
         self._shapes = self._shapes_now()
         self._changes = PolicyChanges(self._policy)
         self.version = 0  # of the latest update
@@ -132,17 +132,17 @@ class Weights:
     def send(self) -> None:
         """Send the latest weights to every worker that has copied the ones before."""
         with self._pool.lock:
-            for worker, each in self._status.items():
-                if each.sent is not None and each.sent[1].done:
-                    each.copied, each.sent = each.sent[0].number, None
-                wanted = each.wanted
-                if each.sent is None and wanted is not None and wanted.number != each.copied:
-                    each.sent = wanted, self._pool.submit(wanted.call(worker))
+            for worker, status in self._status.items():
+                if status.sent is not None and status.sent[1].done:
+                    status.copied, status.sent = status.sent[0].number, None
+                wanted = status.wanted
+                if status.sent is None and wanted is not None and wanted.number != status.copied:
+                    status.sent = wanted, self._pool.submit(wanted.call(worker))
 
     def sent_to(self, worker: int) -> int:
         """The lowest version of the weights in a rollout that this worker begins now."""
-        each = self._status[worker]
-        return (each.copied or 0) if each.sent is None else each.sent[0].number
+        status = self._status[worker]
+        return (status.copied or 0) if status.sent is None else status.sent[0].number
 
     def set_workers(self, workers: Sequence[int]) -> None:
         """Send weights to these workers from now on; new ones get the latest."""
@@ -153,25 +153,25 @@ class Weights:
     def flush(self) -> None:
         """Block until the latest weights have been sent to every worker. Later calls run with them."""
         self.send()
-        for each in self._status.values():
-            while each.sent is not None and each.sent[0] is not each.wanted:
-                self._pool.finish([each.sent[1]])
+        for status in self._status.values():
+            while status.sent is not None and status.sent[0] is not status.wanted:
+                self._pool.finish([status.sent[1]])
                 self.send()
 
     def restarted(self, worker: int) -> Sequence[Call]:
         """The calls that the new process of a replaced worker needs first: those with the latest weights."""
-        each = self._status[worker]
-        if each.sent is not None:
-            each.sent[1].resolve()  # the worker that would have answered it has ended
-        if each.wanted is None:
+        status = self._status[worker]
+        if status.sent is not None:
+            status.sent[1].resolve()  # the worker that would have answered it has ended
+        if status.wanted is None:
             return ()
-        each.sent = each.wanted, each.wanted.call(worker)
-        return (each.sent[1],)
+        status.sent = status.wanted, status.wanted.call(worker)
+        return (status.sent[1],)
 
     @property
     def plain(self) -> dict[str, Any]:
         """The data that `go_on_from` needs beside the states of the workers."""
-        own_workers = [each.wanted is None or each.wanted.own for each in self._status.values()]
+        own_workers = [status.wanted is None or status.wanted.own for status in self._status.values()]
         return {"policy_version": self.version, "own_weights": self.own, "own_workers": own_workers}
 
     def go_on_from(self, run: Mapping[str, Any], saved: Mapping[int, Mapping[str, Any]]) -> None:
@@ -179,16 +179,16 @@ class Weights:
         self.version, self.own, own_workers = run["policy_version"], run["own_weights"], run["own_workers"]
         self._status = {worker: _Status() for worker in saved}
         stored: dict[int, WeightsVersion] = {}
-        for each, state, own in zip(self._status.values(), saved.values(), own_workers, strict=True):
+        for status, state, own in zip(self._status.values(), saved.values(), own_workers, strict=True):
             weights, number = state["policy_state_dict"], state["policy_version"]
             if not weights:
                 continue
             with self._pool.lock:
                 if self._policy is None:  # workers that built their own may have others under the same number
-                    each.wanted = self._new({}, weights, number, own, state["own_weights"])
+                    status.wanted = self._new({}, weights, number, own, state["own_weights"])
                 elif number not in stored:
                     stored[number] = self._new(weights, None, number, own, loaded=False)
-            each.wanted, each.copied = stored.get(number, each.wanted), number
+            status.wanted, status.copied = stored.get(number, status.wanted), number
         by_version = sorted(zip(saved, own_workers, strict=True), key=lambda each: saved[each[0]]["policy_version"])
         self._latest = self._status[by_version[-1][0]].wanted
         owners = [worker for worker, own in by_version if own]

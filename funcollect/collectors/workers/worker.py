@@ -109,8 +109,8 @@ class Job:
         """Build the collector that makes the rollouts."""
         if self.kind is None:
             return SyncDataCollector.of_worker(self.source, self.options, self.seed)
-        given = {"seed": self.seed, "shard": self.options.shard, **self.keywords}
-        return self.kind(self.source.create_env_fn, self.source.policy, **given)
+        keywords = {"seed": self.seed, "shard": self.options.shard, **self.keywords}
+        return self.kind(self.source.create_env_fn, self.source.policy, **keywords)
 
     def pack(self) -> bytes:
         """The job as bytes, with functions of a notebook or script by value; TypeError if it cannot be sent."""
