@@ -217,7 +217,7 @@ class TrajectoryIndex:
         self._entries = np.zeros(0, np.int32)
         self._used = 0  # entries from here on have never been used
         # Moving all blocks together instead makes `benchmarks replay` slower at a million frames.
-        self._idle: dict[int, Ints] = {}  # the begins of free blocks of 2**bits entries, by bits
+        self._idle: dict[int, Ints] = {}  # by bits: where free blocks of 2**bits entries begin
         self._begin = np.zeros(0, np.int64)  # by trajectory: where its block begins
         self._bits = np.zeros(0, np.int64)  # by trajectory: its block has 2**bits entries; 0 if it has none
         self.first = np.zeros(0, np.int64)  # by trajectory: the position of its oldest frame
@@ -225,7 +225,7 @@ class TrajectoryIndex:
         self._next_step = np.zeros(0, np.int64)  # by trajectory: the step of a frame that would continue it
         self._free = np.zeros(0, np.int64)  # numbers that no trajectory has
         self._open: dict[int, int] = {}  # by key: the number of the trajectory that may go on
-        self._waiting: list[Segments] = []  # noted, but not yet in the index, one entry per extend, oldest first
+        self._waiting: list[Segments] = []  # recorded, but not yet in the index: one entry per extend, oldest first
         self._count = 0  # the number of waiting segments
         self._numbers = range(0)  # the numbers of their frames
 
@@ -240,7 +240,7 @@ class TrajectoryIndex:
             self.update()
 
     def update(self) -> None:
-        """Add the frames that were noted to the index, and remove those that they overwrote."""
+        """Add the recorded frames to the index, and remove the frames that they overwrote."""
         if not self._waiting:
             return
         start, oldest = self._numbers.start, self._numbers.stop - self.capacity
@@ -369,7 +369,7 @@ class TrajectoryIndex:
         self._bits[trajectory] = 0
 
     def _take(self, bits: int, count: int) -> Ints:
-        """The begins of `count` blocks of 2**bits entries."""
+        """Where `count` new blocks of 2**bits entries begin."""
         idle = self._idle.get(bits, np.zeros(0, np.int64))
         reused, self._idle[bits] = idle[:count], idle[count:]
         missing = count - len(reused)

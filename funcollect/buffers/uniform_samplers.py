@@ -247,7 +247,7 @@ class SliceSampler(RandomSampler):
             bootstrap=bootstrap,
         )  # fmt: skip
         self._specs: dict[tuple[int, int], Slices] = {}
-        # What the sampler was built with, by TorchRL's names.
+        # The arguments, by TorchRL's names.
         self.traj_key, self.end_key = ids, ends
         self.strict_length, self.pad_output, self.init_key = strict_length, pad_output, init_key
         self.over, self.truncated_key, self.span = over, truncated_key, spans

@@ -24,7 +24,7 @@ def exclusive(method: _Method) -> _Method:
     def call(self: InUse, /, *args: Any, **kwargs: Any) -> Any:
         if self._in_use:
             self._refuse()
-        self._in_use = True  # Python changes threads and handles signals at calls, so neither before this nor after it
+        self._in_use = True  # threads switch and signals arrive only at calls, so not since the check above
         try:
             self._check_ready()
             return method(self, *args, **kwargs)

@@ -39,11 +39,11 @@ Records = npt.NDArray[np.void]  # rows [N], each as a struct with a field per co
 
 @dataclass(frozen=True)
 class PackedLeaf:
-    """The place of a leaf in a row, which has the numbers of a shared leaf's planes instead (see `SharedLeaves`)."""
+    """The place of a leaf in a row; of a shared leaf, a row has the numbers of its planes (see `SharedLeaves`)."""
 
     index: int  # of its column
     path: Path
-    form: _Form  # in a batch; the others are those in the row
+    form: _Form  # in a batch; the next fields describe it in the row
     shape: tuple[int, ...]  # of one frame
     dtype: torch.dtype
     offset: int  # bytes from the beginning of the row

@@ -94,7 +94,7 @@ class PackingWorker(Worker):
         return PackedBatch(self._packed_layout if known is None else None, self._memory), report
 
     def _single(self, batch: TensorDictBase) -> bool | None:
-        """Whether the environment of a rollout has no batch dimension; None for a batch of another kind."""
+        """Whether the environment of a rollout has no batch dimension; None for a batch with other dimensions."""
         single = self._runner.env.num_envs is None
         return single if batch.ndim == (1 if single else 2) else None
 
