@@ -10,4 +10,4 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
-Arrays = dict[str, npt.NDArray[Any]]  # by name, as they are dumped
+Arrays = dict[str, npt.NDArray[Any]]  # by name, as in a dump

@@ -1,7 +1,7 @@
 """Writes and reads dumps of a buffer: frames, trajectory index, sampler and generator.
 
-Each dump is written to a new directory, next to the previous one, whose files of frames it links. It becomes current
-when a small file that names it is renamed, so an interrupted dump leaves the previous one intact.
+Each dump is written to a new directory next to the previous one, and links that one's files of frames. It becomes
+current when a small file that names it is renamed, so an interrupted dump leaves the previous one intact.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FILE = re.compile(r"[\w-]+\.[a-z]+")  # the names of files in a dump
 
 
 def _parts(memory: RingMemory, sampler: Sampler) -> list[tuple[str, Any]]:
-    """The parts of a buffer whose state is a dict of arrays, each after the prefix of their names."""
+    """The parts of a buffer whose state is a dict of arrays, each with the prefix of their names."""
     return [("sampler", sampler), *([] if memory.index is None else [("trajectories", memory.index)])]
 
 
@@ -49,7 +49,7 @@ def _kind(memory: RingMemory, sampler: Sampler) -> dict[str, Any]:
 
 
 def dump(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator, base: Path | None) -> None:
-    """Make a dump of a buffer the current one of `root`; frames that it or `base` has are linked, if undamaged."""
+    """Write a dump of a buffer, and make it the current one of `root`. Intact frames of `root` or `base` are linked."""
     root.mkdir(parents=True, exist_ok=True)
     former = _current(root)
     fresh = root / f"v{int(former.name[1:]) + 1 if former else 0}"
@@ -67,19 +67,19 @@ def dump(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
-    written = [path for path in fresh.iterdir() if path.stat().st_nlink == 1]  # others are links to synced files
+    written = [path for path in fresh.iterdir() if path.stat().st_nlink == 1]  # others link to files that are synced
     for path in (*written, fresh):
         sync(path)
     with replacing(root / _POINTER) as pointer:
         pointer.write_text(fresh.name)
     memory.dumped = meta["name"], memory.storage.edits
     for other in root.glob("v*"):
-        if other != fresh and other.name[1:].isdigit():  # an earlier dump, or what an interrupted one left behind
+        if other != fresh and other.name[1:].isdigit():  # an earlier or an interrupted dump
             shutil.rmtree(other, ignore_errors=True)
 
 
 def _earlier(memory: RingMemory, *directories: Path | None) -> Dumped | None:
-    """The dump that has the ring's first frames as they are now, if one of the directories has it."""
+    """The dump with the ring's first frames as they are now; None if none of the directories has it."""
     name, edits = memory.dumped
     for directory in directories if edits == memory.storage.edits else ():
         if directory is not None and name is not None and (directory / _META).exists():
@@ -90,7 +90,7 @@ def _earlier(memory: RingMemory, *directories: Path | None) -> Dumped | None:
 
 
 def _write(directory: Path, memory: RingMemory, meta: dict[str, Any], arrays: Arrays, earlier: Dumped | None) -> None:
-    # An interrupted dump may have left links, and writing to one changes the linked file.
+    # An interrupted dump may have left links, and writing to a link would change the linked file.
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     frames = memory.storage.dump(directory, memory.numbers, earlier)
@@ -123,9 +123,9 @@ def load(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
     meta = _read_meta(found)
     if (theirs := meta.get("format")) != _FORMAT:
         raise ValueError(f"{root} has format {theirs}, expected {_FORMAT}: load it with the version that wrote it")
-    for name, mine in json.loads(json.dumps(_kind(memory, sampler))).items():  # JSON has lists for tuples
-        if meta.get(name) != mine:
-            raise ValueError(f"{name} of the dump is {meta.get(name)}, of this buffer {mine}: build the buffer like it")
+    for name, ours in json.loads(json.dumps(_kind(memory, sampler))).items():  # JSON has lists for tuples
+        if meta.get(name) != ours:
+            raise ValueError(f"{name} of the dump is {meta.get(name)}, of this buffer {ours}: build the buffer like it")
     try:
         memory.written, memory.dumped = meta["written"], (meta["name"], memory.storage.edits)
         (lanes, memory.since), memory.by_lane = meta["lanes"], meta.get("by_lane", False)
@@ -149,7 +149,7 @@ def files_of(root: Path) -> dict[str, torch.Tensor]:
 
 
 def write_files(root: Path, files: Any) -> None:
-    """Make a dump from what `files_of` returned; TypeError for anything else."""
+    """Write a dump from the result of `files_of`; TypeError for anything else."""
     (root / "v0").mkdir()
     for name, content in (files if isinstance(files, Mapping) else {"": files}).items():
         if not isinstance(content, torch.Tensor) or content.dtype != torch.uint8 or not _FILE.fullmatch(str(name)):

@@ -1,4 +1,4 @@
-"""The frames of a buffer by index: they are read, overwritten, and values are written back to those still there."""
+"""Reads and overwrites frames of a buffer by index, and writes values back to frames that are still there."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from funcollect.messages import clipped, kind_of, shown
 from funcollect.trajectories.split import readable
 from funcollect.tree import Path, as_path, flatten, time_last
 
-WRITTEN = "_funcollect_written"  # the attribute of the storage of slots: how many frames a buffer had been given then
+WRITTEN = "_funcollect_written"  # the attribute of a tensor of slots' storage: frames written when it was returned
 
 
 class FramesByIndex:
-    """What a `ReplayBuffer` does with the frames at an index."""
+    """The methods of a `ReplayBuffer` for frames at an index."""
 
     storage: Storage
     transform: Callable[[Any], Any] | None
@@ -63,7 +63,7 @@ class FramesByIndex:
             self.storage.put(slots_at(self._memory.held(index), index), data)
 
     def transformed(self, data: Any) -> Any:
-        """The data as they are stored: `transform` of a copy of them."""
+        """The data as they are stored: a copy, changed by `transform`; without one, the data themselves."""
         return data if self.transform is None else self.transform(optree.tree_map(ring.copied, data))
 
     def set_at_(self, key: Any, value: Any, index: Any) -> Self:
@@ -78,7 +78,7 @@ class FramesByIndex:
         """Overwrite the values of all keys of `data` in all frames, in the order of ``buffer[:]``."""
         return self._change(slice(None), lambda frames: frames.update_(data))
 
-    def _change(self, index: Any, change: Callable[[Any], Any]) -> Self:
+    def _change(self, index: Any, change: Callable[[Any], Any]) -> Self:  # applies `change` to the frames
         with self._lock, Uninterrupted():
             slots = slots_at(self._memory.held(index), index)
             frames = self.storage.at(slots)
@@ -127,7 +127,7 @@ class FramesByIndex:
 
 
 def rows_of(values: Any, shape: tuple[int, ...]) -> dict[Path, Tensor]:
-    """The leaves ``[N, ...]`` by path of values ``[*shape, ...]`` by key, nested or not."""
+    """The leaves ``[N, ...]`` by path, from values ``[*shape, ...]`` by key, nested or not."""
     if not isinstance(values, (Mapping, TensorDictBase)):
         raise TypeError(f"values is {shown(values)}, expected tensors by key: pass for example {{'recurrent': state}}")
     leaves = dict[Path, Tensor]()

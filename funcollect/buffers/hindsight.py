@@ -1,4 +1,4 @@
-"""Goals in hindsight: samples of a buffer in which a later achieved goal takes the place of the desired one."""
+"""Goals in hindsight: replaces desired goals in samples of a buffer by goals that were achieved later."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from funcollect.tree import key_of
 
 __all__ = ["hindsight"]
 
-_ACHIEVED, _GOAL = "achieved_goal", "desired_goal"  # as Gymnasium's environments with goals name them
+_ACHIEVED, _GOAL = "achieved_goal", "desired_goal"  # the names in Gymnasium's environments with goals
 Reward = Callable[[Tensor, Tensor, TensorDictBase], Any]
 
 
@@ -82,9 +82,9 @@ def hindsight(
 
 @dataclass(kw_only=True, slots=True)
 class _Relabelled(WiderIndices):
-    """The frames of another sample, and after them those whose achieved goals are the new goals of some of them."""
+    """The frames of another sample, then M frames whose achieved goals become the goals of some of the former."""
 
-    rows: Ints  # [M]: the frames that get new goals
+    rows: Ints  # [M]: the rows that get new goals
     reward: Reward
 
     @override
@@ -99,8 +99,8 @@ class _Relabelled(WiderIndices):
         frames, goals = self.of.finish(batch[:count]), batch["next", _ACHIEVED][count:]
         frames[_GOAL][rows] = frames["next", _GOAL][rows] = goals.to(frames[_GOAL].dtype)
         changed, rewards = frames[rows], frames["next", "reward"]
-        given = torch.as_tensor(self.reward(changed["next", _ACHIEVED], changed[_GOAL], changed))
-        if given.numel() != len(rows) * rewards[:1].numel():
-            raise ValueError(f"reward returned shape {list(given.shape)} for {len(rows)} frames: return one for each")
-        rewards[rows] = given.to(rewards).reshape(len(rows), *rewards.shape[1:])
+        new = torch.as_tensor(self.reward(changed["next", _ACHIEVED], changed[_GOAL], changed))
+        if new.numel() != len(rows) * rewards[:1].numel():
+            raise ValueError(f"reward returned shape {list(new.shape)} for {len(rows)} frames: return one for each")
+        rewards[rows] = new.to(rewards).reshape(len(rows), *rewards.shape[1:])
         return frames

@@ -1,4 +1,4 @@
-"""The frames of a sample: what specifies them, how they are drawn, and how slices are marked."""
+"""The frames of a sample: their specification, how they are drawn, and the flags of slices."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def from_generator(generator: torch.Generator | None) -> RandomSource:
     )
 
 
-@dataclass(kw_only=True, slots=True)  # to freeze it would take three times as long to make one
+@dataclass(kw_only=True, slots=True)  # a frozen one would take three times as long to make
 class SampleIndices:
     """The frames of a sample of N rows."""
 
@@ -74,9 +74,9 @@ class SampleIndices:
     spec: Slices | None = None  # of slices; None for single frames
     first: Ints | slice | None = None  # the rows that begin a slice
     last: Ints | slice | None = None  # the rows that end a slice
-    taken: Ints | None = None  # what a sampler without replacement took; by default the slots
+    taken: Ints | None = None  # the numbers that a sampler without replacement used; None if they are the slots
     info: Mapping[str, Tensor] = field(default_factory=dict)  # [N] by name, such as importance weights
-    marks: Mapping[Path, Bools] = field(default_factory=dict)  # further flags [N] of rows of slices
+    marks: Mapping[Path, Bools] = field(default_factory=dict)  # further flags [N] of slices, by path
 
     @property
     def index(self) -> Ints:
@@ -116,9 +116,9 @@ class SampleIndices:
 
 @dataclass(kw_only=True, slots=True)
 class WiderIndices(SampleIndices):
-    """The frames of another sample, and further ones that `finish` needs."""
+    """The frames of another sample, and further frames that `finish` needs."""
 
-    of: SampleIndices
+    of: SampleIndices  # the other sample
 
     @property
     @override
@@ -127,7 +127,7 @@ class WiderIndices(SampleIndices):
 
 
 class Sampler(Protocol):
-    """The interface of samplers for a `ReplayBuffer`. All methods but `draw` have defaults, for those without state."""
+    """The interface of samplers for a `ReplayBuffer`. Methods but `draw` have defaults, for samplers without state."""
 
     trajectories: Trajectories | None = None  # the keys that link frames; None for a sampler of single frames
 
@@ -139,7 +139,7 @@ class Sampler(Protocol):
         """Choose the frames of one sample."""
 
     def ran_out(self, batch_size: int) -> bool:
-        """Whether a round ended: every frame was returned once, or too few are left of which no batch can be made."""
+        """Whether a round has ended: every frame was returned once, or too few are left for a batch."""
         return False
 
     def give_back(self, drawn: SampleIndices) -> None:
@@ -159,7 +159,7 @@ class Sampler(Protocol):
         return {}
 
     def load(self, state: Arrays) -> None:
-        """Continue from what `state` returned, here or in another buffer; {} is the state at first."""
+        """Continue from the result of `state`, here or in another buffer; {} is the initial state."""
         return
 
 
@@ -213,19 +213,19 @@ class Slices:
         strict_length: if False, trajectories that are shorter are drawn as well, and the sample has fewer frames then.
         pad_output: pad them with zeros instead; ``("collector", "mask")`` ``[N]`` bool is False for padding. Only with
             ``strict_length=False``.
-        init_key: names the flags like ``is_init``: a string those of this name, in nested dicts too; a tuple one path.
-            None leaves them as stored.
+        init_key: the flags that are set like ``is_init``: a string for all of this name, also in nested dicts; a tuple
+            for one path; None for none.
         across_episodes: whether rows that begin an episode are marked, too, for rings with
             ``Trajectories(across_episodes=True)``.
         over: ``"trajectories"`` draws the trajectory uniformly, then the slice's first frame in it; ``"windows"`` draws
             uniformly from all possible slices.
         truncated_key: the flag of a slice's last row, whose neighbour ``done`` is True there, too; None for neither.
-        span: slices may begin before their trajectory and end after it, and lack the frames that are not in it: at most
-            so many, one number or two (at the beginning, at the end). True means all but one; False none. Windows begin
-            in their trajectory, and with a span at the end may be of shorter ones.
-        burn_in, bootstrap: so many frames before and after each slice come with it, if its trajectory has them, and are
-            padding otherwise, at the end. ``("collector", "learn")`` ``[N]`` bool is True for the slice itself, and
-            ``("collector", "burn_in")`` for what comes before. ``is_first`` is True where the burn-in begins.
+        span: how many frames a slice may lack, because it begins before its trajectory or ends after it: one number, or
+            two (at the beginning, at the end). True means all but one, False none. Windows begin in their trajectory;
+            with a span at the end, they may be of shorter ones.
+        burn_in, bootstrap: the numbers of frames before and after each slice that come with it. Frames that its
+            trajectory lacks are padding, at the end. ``("collector", "learn")`` ``[N]`` bool is True for the slice
+            itself, ``("collector", "burn_in")`` for frames before it. ``is_first`` is True where the burn-in begins.
 
     >>> import funcollect as fc, numpy as np, torch
     >>> frames = TensorDict({"episode": torch.arange(8) // 4, "x": torch.arange(8)}, [8])
@@ -270,20 +270,20 @@ class Slices:
     @cached_property
     def missing(self) -> tuple[int, int]:
         """How many frames of a slice may be missing at its beginning and its end; TypeError for another `span`."""
-        both = self.span if isinstance(self.span, tuple) else (self.span, self.span)
-        if len(both) != 2 or not all(isinstance(each, (bool, int)) for each in both):
+        spans = self.span if isinstance(self.span, tuple) else (self.span, self.span)
+        if len(spans) != 2 or not all(isinstance(each, (bool, int)) for each in spans):
             raise TypeError(f"span is {self.span!r}, expected a bool, an int, or two of them: pass for example span=2")
-        left, right = (self.slice_len - 1 if each is True else int(each) for each in both)
+        left, right = (self.slice_len - 1 if each is True else int(each) for each in spans)
         return left, right
 
     @cached_property
     def rows(self) -> int:
-        """The number of frames that a slice may have, with those around it."""
+        """The largest number of frames of a slice, with those around it."""
         return self.burn_in + self.slice_len + self.bootstrap
 
     @cached_property
     def ragged(self) -> bool:
-        """Whether a slice may have fewer."""
+        """Whether a slice may have fewer than `rows`."""
         return not self.strict_length or self.rows > self.slice_len or any(self.missing)
 
     @cached_property
@@ -299,9 +299,9 @@ class Slices:
         index, count, below = trajectory_index_of(memory), self.num_slices, random_source.below
         windows = self.over == "windows"
         size, valid = (len(memory), self.begins) if windows else (len(index.stop), self.fit)
-        tried, again = below(size, 4 * count), lambda some, n: some[below(len(some), n)]
-        found = completed(tried, count, size, partial(valid, index), again)
-        return self.sample(index, *index.places(found)) if windows else self.draw_in(index, found, random_source)
+        tried, redraw = below(size, 4 * count), lambda some, n: some[below(len(some), n)]
+        drawn = completed(tried, count, size, partial(valid, index), redraw)
+        return self.sample(index, *index.places(drawn)) if windows else self.draw_in(index, drawn, random_source)
 
     def fit(self, index: TrajectoryIndex, trajectory: Ints) -> Bools:
         """Whether these trajectories are long enough."""
@@ -345,10 +345,10 @@ class Slices:
             slots = index.get(trajectory[:, None], begin[:, None] + np.arange(self.slice_len))
             last = slice(self.slice_len - 1, None, self.slice_len)
             return SampleIndices(slots=slots.reshape(-1), spec=self, first=first, last=last)
-        stop, own = index.stop.take(trajectory) if end is None else end, begin
+        stop, own_begin = index.stop.take(trajectory) if end is None else end, begin
         if self.rows > self.slice_len:
-            own_stop = np.minimum(own + self.slice_len, stop)
-            begin = np.maximum(own - self.burn_in, index.first.take(trajectory))
+            own_stop = np.minimum(own_begin + self.slice_len, stop)
+            begin = np.maximum(own_begin - self.burn_in, index.first.take(trajectory))
             stop = np.minimum(own_stop + self.bootstrap, stop)
         position = begin[:, None] + np.arange(self.rows)
         slots = index.get(trajectory[:, None], np.minimum(position, stop[:, None] - 1)).reshape(-1)
@@ -356,7 +356,7 @@ class Slices:
         mask = (position < stop[:, None]).reshape(-1)
         drawn = SampleIndices(slots=slots, mask=mask, spec=self, first=first, last=last_rows)
         if self.rows > self.slice_len:
-            before = position < own[:, None]
+            before = position < own_begin[:, None]
             drawn.marks = {_BURN_IN: before.reshape(-1), _LEARN: (~before & (position < own_stop[:, None])).reshape(-1)}
         return drawn
 
@@ -369,13 +369,13 @@ def completed(
 ) -> Ints:
     """The first `count` of the random numbers `tried` for which `valid` is True.
 
-    If they are too few, ``draw(some, n)`` draws the other n among all valid ones below `size`; none if there are none.
+    If they are too few, ``draw(some, n)`` draws n more among all valid numbers below `size`. Empty if none is valid.
     """
     drawn = tried[valid(tried)][:count]
     if len(drawn) == count:
         return drawn
-    everything = np.flatnonzero(valid(np.arange(size)))
-    return np.concatenate([drawn, draw(everything, count - len(drawn))]) if len(everything) else everything
+    candidates = np.flatnonzero(valid(np.arange(size)))
+    return np.concatenate([drawn, draw(candidates, count - len(drawn))]) if len(candidates) else candidates
 
 
 def trajectory_index_of(memory: BufferView) -> TrajectoryIndex:

@@ -28,7 +28,7 @@ class JaxRing(NamedTuple):
 
     data: Any  # a pytree of [steps, L, ...]
     begin: Any  # [steps, L] int32: the step number at which each frame's trajectory begins
-    going: Any  # [L] int32: the same for the current trajectory of each lane; -1 if the next frame begins one
+    going: Any  # [L] int32: the step at which each lane's open trajectory begins; -1 if it has none
     written: Any  # int32: steps written since `init`; step n is in row n % steps
 
 
@@ -49,11 +49,11 @@ def init(example: Any, *, steps: int, lanes: int | None = None) -> JaxRing:
     leaves = jax.tree.leaves(example)
     if not leaves:
         raise ValueError("the example has no leaves, expected at least one array [T, L, ...]: nothing would be stored")
-    found = {tuple(leaf.shape[1:2]) for leaf in leaves}
-    if len(found) != 1 or found == {()} or (lanes is not None and found != {(lanes,)}):
+    sizes = {tuple(leaf.shape[1:2]) for leaf in leaves}
+    if len(sizes) != 1 or sizes == {()} or (lanes is not None and sizes != {(lanes,)}):
         what = f"the example's arrays have shapes {[tuple(leaf.shape) for leaf in leaves]}, expected [T, L, ...] with L"
         raise ValueError(f"{what} = {lanes or 'the same for all'}: give a batch with time first, then lanes")
-    ((number,),) = found
+    ((number,),) = sizes
     if steps * number >= 2**31:
         raise ValueError(f"{steps} steps of {number} lanes are 2**31 frames or more: give fewer steps")
     data = jax.tree.map(lambda leaf: jax.numpy.zeros((steps, number, *leaf.shape[2:]), leaf.dtype), example)
@@ -74,7 +74,7 @@ def held(ring: JaxRing) -> Any:
 def extend(ring: JaxRing, batch: Any) -> JaxRing:
     """Add steps of every lane; they replace the oldest. The ring may be donated.
 
-    The batch is a pytree like the example, ``[T, L, ...]`` with any T; of one longer than the ring, the end is kept.
+    The batch is a pytree like the example, ``[T, L, ...]`` with any T; if it is longer than the ring, its end is kept.
     Raises ValueError if its structure, shapes or dtypes differ from the example.
 
     >>> import funcollect as fc, jax.numpy as jnp
@@ -100,7 +100,7 @@ def extend(ring: JaxRing, batch: Any) -> JaxRing:
 
 
 def _begins(ring: JaxRing, batch: Any, number: Any) -> tuple[Any, Any]:
-    """The step at which each frame's trajectory begins [T, L], and the same for the lanes after the batch [L]."""
+    """``begin`` of the frames of a batch [T, L], and ``going`` of the lanes after it [L]; see `JaxRing`."""
     jax = import_jax()
     done, step = _leaf(batch, "next", "done"), _leaf(batch, "collector", "step")
     if done is None:
@@ -123,7 +123,7 @@ def _leaf(batch: Any, *path: str) -> Any:
 def sample(ring: JaxRing, key: Any, batch_size: int) -> Any:
     """Single frames, drawn uniformly with replacement: a pytree ``[batch_size, ...]``.
 
-    The ring must not be empty. This is not checked, since the number of its steps is unknown when this is compiled.
+    The ring must not be empty. This is not checked, since the number of steps in it is unknown when this is compiled.
     Raises TypeError or ValueError if `ring` is something else, or `batch_size` is no positive int.
 
     >>> import funcollect as fc, jax, jax.numpy as jnp
@@ -172,14 +172,14 @@ def sample_slices(ring: JaxRing, key: Any, *, num_slices: int, slice_len: int) -
         raise ValueError(f"slice_len is {slice_len}, the ring holds {steps} steps of each lane: ask for shorter slices")
     end, found = _draw_ends(ring, key, num_slices, slice_len)
     back = (jax.numpy.arange(slice_len)[:, None] - (slice_len - 1)) * lanes
-    slices = jax.tree_util.tree_map_with_path(_marked, _take(ring.data, (end[None] + back) % (steps * lanes)))
+    slices = jax.tree_util.tree_map_with_path(_flagged, _take(ring.data, (end[None] + back) % (steps * lanes)))
     first = jax.numpy.zeros((slice_len, num_slices), bool).at[0].set(True)
     return {**slices, "collector": {**slices.get("collector", {}), "is_first": first}}, found
 
 
-def _marked(path: tuple[Any, ...], leaf: Any) -> Any:
-    """A leaf of slices with its marks; ``is_init`` under ``next`` has none, as it is that of later frames."""
-    names = [getattr(each, "key", None) for each in path]
+def _flagged(path: tuple[Any, ...], leaf: Any) -> Any:
+    """A leaf of slices with its flags set; ``is_init`` under ``next`` stays, since it belongs to later frames."""
+    names = [getattr(part, "key", None) for part in path]
     if names in (["next", "truncated"], ["next", "done"]):
         return leaf.at[-1].set(True)
     return leaf.at[0].set(True) if names[-1] == "is_init" and "next" not in names else leaf
@@ -189,15 +189,15 @@ def _draw_ends(ring: JaxRing, key: Any, count: int, slice_len: int) -> tuple[Any
     """Indices ``row * L + lane`` of the last frames of slices, found by a few random tries, else by a full search."""
     jax = import_jax()
     jnp = jax.numpy
-    one, two = jax.random.split(key)
-    frames = jax.random.randint(one, (_TRIES, count), 0, held(ring) * ring.begin.shape[1])  # filled from row 0 on
+    key, search_key = jax.random.split(key)
+    frames = jax.random.randint(key, (_TRIES, count), 0, held(ring) * ring.begin.shape[1])  # filled from row 0 on
     ends = _is_end(ring, frames, slice_len)
     tried = frames[ends.argmax(axis=0), jnp.arange(count)]
 
     def search() -> tuple[Any, Any]:
         upto = _is_end(ring, jnp.arange(ring.begin.size), slice_len).cumsum()
-        which = jax.random.randint(two, (count,), 0, jnp.maximum(upto[-1], 1))
-        return jnp.searchsorted(upto, which, side="right").astype("int32") % ring.begin.size, upto[-1] > 0
+        rank = jax.random.randint(search_key, (count,), 0, jnp.maximum(upto[-1], 1))
+        return jnp.searchsorted(upto, rank, side="right").astype("int32") % ring.begin.size, upto[-1] > 0
 
     end, found = jax.lax.cond(ends.any(axis=0).all(), lambda: (tried, jnp.array(True)), search)
     return end, found
@@ -219,12 +219,12 @@ def _jax_for(ring: Any) -> Any:
 def _check(ring: JaxRing, batch: Any) -> int:
     """The number of steps in a batch; ValueError if its structure, shapes or dtypes differ from the ring's."""
     jax = import_jax()
-    mine, structure = jax.tree_util.tree_flatten_with_path(ring.data)
+    stored, structure = jax.tree_util.tree_flatten_with_path(ring.data)
     leaves, other = jax.tree.flatten(batch)
     if structure != other:
         raise ValueError(f"the batch has the structure {other}, the ring {structure}: give batches like its example")
     length = int(leaves[0].shape[0])
-    for (path, memory), leaf in zip(mine, leaves, strict=True):
+    for (path, memory), leaf in zip(stored, leaves, strict=True):
         if leaf.shape != (wanted := (length, *memory.shape[1:])) or leaf.dtype != memory.dtype:
             what = f"{jax.tree_util.keystr(path)} has shape {list(leaf.shape)} and dtype {leaf.dtype}"
             raise ValueError(f"{what}, the ring takes {list(wanted)} {memory.dtype}: give batches like its example")

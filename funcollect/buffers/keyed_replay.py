@@ -1,4 +1,4 @@
-"""TorchRL's further names of replay buffers: samples of TensorDicts that know their slots, and priorities in them."""
+"""TorchRL's buffers of TensorDicts: samples have their slots as a key, and priorities are read from the data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
     Raises the errors of `ReplayBuffer`; ValueError if there are not as many priorities for each frame.
 
     Args:
-        priority_key: of the priorities, for which numbers of each frame are reduced to one (the sampler's `reduction`).
+        priority_key: the key of priorities; several numbers per frame are reduced to one (the sampler's `reduction`).
         options: see `ReplayBuffer`.
 
     >>> import funcollect as fc
@@ -56,20 +56,20 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     @override
     def _extend(self, data: Any) -> Tensor:
-        batch, asked = data, isinstance(self.sampler, PrioritizedSampler)
-        if asked and isinstance(data, list) and data and all(isinstance(item, TensorDictBase) for item in data):
+        batch, prioritized = data, isinstance(self.sampler, PrioritizedSampler)
+        if prioritized and isinstance(data, list) and data and all(isinstance(item, TensorDictBase) for item in data):
             batch = TensorDict.maybe_dense_stack(data)
-        given = batch.get(self.priority_key, None) if asked and isinstance(batch, TensorDictBase) else None
-        if given is None or not given.numel():
+        values = batch.get(self.priority_key, None) if prioritized and isinstance(batch, TensorDictBase) else None
+        if values is None or not values.numel():
             return super()._extend(data)
-        priority = self._reduced(given, batch.batch_size[: self.storage.ndim].numel())
-        check_priorities(priority.numpy(force=True))  # an error afterwards would leave frames that are stored already
+        priority = self._reduced(values, batch.batch_size[: self.storage.ndim].numel())
+        check_priorities(priority.numpy(force=True))  # before any frame is stored
         with self._lock:
             slots = super()._extend(data)
             self.update_priority(slots.reshape(-1), priority)
         return slots
 
-    def _reduced(self, priority: Tensor, count: int) -> Tensor:
+    def _reduced(self, priority: Tensor, count: int) -> Tensor:  # one priority per frame, [count] float64
         if priority.numel() % count:
             what = f"{self.priority_key} has shape {list(priority.shape)} for {count} frames"
             raise ValueError(f"{what}: set priority_key=")
@@ -99,7 +99,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         for name, leaf in info.items():
             batch.set(name, leaf.view(-1, *[1] * (batch.ndim - 1)).expand(batch.shape))
         if "index" in info:
-            setattr(batch["index"].untyped_storage(), WRITTEN, self.written_at(info["index"]))  # which may be a copy
+            setattr(batch["index"].untyped_storage(), WRITTEN, self.written_at(info["index"]))  # it may be a copy
         return batch
 
     @override

@@ -1,4 +1,4 @@
-"""Keywords of constructors: those of TorchRL that are ignored if a call means the same, and the parts of a buffer."""
+"""TorchRL's keywords of buffers, ignored if a call means the same without them; and checks of a buffer's parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _on_cpu(value: Any, call: Mapping[str, Any]) -> bool:
 
 
 OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()  # by storage and sampler
-_PARTS = {  # the method that each has, and an example
+_PARTS = {  # the method by which each is known, and an example
     "storage": ("admit", "funcollect.LazyTensorStorage(100_000)"),
     "sampler": ("draw", "funcollect.SliceSampler(slice_len=8)"),
 }
@@ -80,7 +80,7 @@ def takes_foreign(kind: str) -> Callable[[Init], Init]:
 
 
 def part_of(name: str, part: Any) -> Any:
-    """A storage or sampler without a buffer, or what a function returns; TypeError or ValueError for other objects."""
+    """A storage or sampler of no buffer yet, or the result of a function; TypeError or ValueError for other objects."""
     method, example = _PARTS[name]
     if callable(part) and not isinstance(part, type) and not hasattr(part, method):
         part = part()

@@ -1,4 +1,4 @@
-"""Marks flags in samples: where slices and episodes begin, and where slices end."""
+"""Sets flags in samples: where slices and episodes begin, and where slices end."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from funcollect.buffers import Bools, Ints
 from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
 from funcollect.tree import Path
 
-_NO_STARTS = ("next", "collector")  # nodes whose flags are those of other frames, or not the environment's
+_NO_STARTS = ("next", "collector")  # nodes with flags of later frames, or not from the environment
 
 
 def with_episodes(batch: TensorDict, first: Ints | slice, mask: Bools | None) -> Ints:
-    """The rows that begin a slice or do not follow on the row before: by ids and steps, or by that row's flags."""
+    """The rows that begin a slice, or an episode: by ids and steps, or by the end flag of the row before."""
     begins = np.zeros(len(batch), np.bool_)
     begins[first] = True
     if (ids := batch.get(TRAJECTORY_IDS, None)) is not None:
@@ -44,7 +44,7 @@ def flags_at(batch: TensorDict, path: Path, tail: tuple[int, ...], fresh: bool =
 
 
 def mark(node: dict[str, Any], name: str, rows: Ints | slice) -> bool:
-    """Set these rows to True in all leaves with a name, except those of next frames; whether there are any."""
+    """Set these rows to True in all leaves with a name, except those of next frames; return whether there are any."""
     leaf = node.get(name)
     if found := isinstance(leaf, Tensor):
         set_rows(leaf, rows)

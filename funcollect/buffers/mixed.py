@@ -66,6 +66,7 @@ class MixedBuffers:
 
     def __init__(self, buffers: Sequence[ReplayBuffer], fractions: Sequence[float], batch_size: int | None) -> None:
         self.buffers, self.fractions, self.batch_size = tuple(buffers), tuple(fractions), batch_size
+        # The first of each buffer's numbers among the slots of all, and the number of all.
         self._begin = np.cumsum([0, *(buffer.storage.max_size for buffer in buffers)]).tolist()
 
     def __len__(self) -> int:
@@ -89,11 +90,11 @@ class MixedBuffers:
                 index = torch.where(slots < 0, slots, slots + self._begin[number])
                 infos.append({"index": index, "buffer": torch.full_like(slots, number), "priority_weight": weight})
                 batches.append(batch)
-        joined, together = {key: torch.cat([info[key] for info in infos]) for key in infos[0]}, _concatenated(batches)
+        joined, whole = {key: torch.cat([info[key] for info in infos]) for key in infos[0]}, _concatenated(batches)
         setattr(joined["index"].untyped_storage(), WRITTEN, tuple(written))
         if all(isinstance(buffer, TensorDictReplayBuffer) for buffer in self.buffers):
-            together["index"] = joined["index"]  # in place of the slots that each buffer knows
-        return (together, joined) if return_info else together
+            whole["index"] = joined["index"]  # in place of each buffer's own slots
+        return (whole, joined) if return_info else whole
 
     def written_at(self, index: Any) -> Any:
         """How many frames each buffer had been given when these slots were returned; see `ReplayBuffer.written_at`."""
@@ -101,10 +102,10 @@ class MixedBuffers:
 
     def update_priority(self, index: Any, priority: Any, written: Any = None) -> None:
         """Set the priorities of frames in the buffers that have priorities; see `ReplayBuffer.update_priority`."""
-        given = torch.as_tensor(priority).reshape(-1)
+        values = torch.as_tensor(priority).reshape(-1)
         for buffer, rows, slots, then in self._parts(index, written):
             if isinstance(buffer.sampler, PrioritizedSampler):
-                buffer.update_priority(slots, given if len(given) == 1 else given[rows.to(given.device)], then)
+                buffer.update_priority(slots, values if len(values) == 1 else values[rows.to(values.device)], then)
 
     def update(self, index: Any, values: Mapping[Any, Any] | TensorDictBase, written: Any = None) -> int:
         """Write values back to the frames in these slots of their buffers; see `ReplayBuffer.update`."""
@@ -115,7 +116,7 @@ class MixedBuffers:
         )
 
     def _parts(self, index: Any, written: Any) -> Iterator[tuple[ReplayBuffer, Tensor, Any, Any]]:
-        """Each buffer, its rows in `index` [N], their slots, and how many frames it had been given then."""
+        """For each buffer: its rows of `index` [N] as a mask, their slots in it, and its part of `written`."""
         written = self.written_at(index) if written is None else written
         slots = numbers_of("index", index, "iu").astype(np.int64)
         if slots.max(initial=0) >= self._begin[-1]:

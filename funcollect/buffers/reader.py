@@ -100,8 +100,8 @@ def check_readable(sampler: Any) -> None:
     """Raise TypeError unless a reader can use this sampler."""
     sliced = type(sampler) is SliceSampler and sampler.over == "trajectories" and sampler.returns is None
     if not sliced and type(sampler) is not RandomSampler:
-        known = "a RandomSampler, or a SliceSampler over trajectories without n_steps: others have to see each extend"
-        raise TypeError(f"the reader's sampler is {shown(sampler)}, expected {known}")
+        wanted = "a RandomSampler, or a SliceSampler over trajectories without n_steps: others have to see each extend"
+        raise TypeError(f"the reader's sampler is {shown(sampler)}, expected {wanted}")
 
 
 class FileView:

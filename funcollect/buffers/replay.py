@@ -33,7 +33,7 @@ __all__ = ["ReplayBuffer"]
 
 _Sample = tuple[Any, dict[str, Any]]  # the batch, and its info
 Relabel = Callable[[BufferView, SampleIndices, RandomSource], SampleIndices]
-_FIXED = ("storage", "sampler", "generator")  # which refer to each other
+_FIXED = ("storage", "sampler", "generator")  # cannot be replaced, since they depend on each other
 
 
 class ReplayBuffer(FramesByIndex):
@@ -88,8 +88,8 @@ class ReplayBuffer(FramesByIndex):
             if function is not None:
                 check_function(name, function, "a function of a batch", 1)
         self.sampler.fit(self.storage.max_size)
-        there = type(self.storage) is LazyTensorStorage and self.storage.device.type != "cpu"
-        if there and isinstance(self.sampler, PrioritizedSampler):
+        on_device = type(self.storage) is LazyTensorStorage and self.storage.device.type != "cpu"
+        if on_device and isinstance(self.sampler, PrioritizedSampler):
             self.sampler.move_to(self.storage.device)
         self.transform, self.collate_fn, self.sample_transform = transform, collate_fn, sample_transform
         self.relabel: Relabel | None = None  # of `hindsight`
@@ -101,8 +101,8 @@ class ReplayBuffer(FramesByIndex):
         self._random_source = from_generator(generator)
         check_count("prefetch", prefetch := 0 if prefetch is None else prefetch)
         self._lock = threading.RLock()
-        self._ahead: deque[tuple[SampleIndices, Future[_Sample | None]]] = deque()  # drawn, and being gathered
-        self._kind_ahead = 0, 0  # the number of frames in each of them, and of the storage's edits that they show
+        self._ahead: deque[tuple[SampleIndices, Future[_Sample | None]]] = deque()  # drawn, and read ahead
+        self._kind_ahead = 0, 0  # their batch size, and the storage's number of edits when they were drawn
         self._prefetch, self._pool = prefetch, ThreadPoolExecutor(prefetch, "funcollect-replay") if prefetch else None
         self.storage.lock, self.storage.end = self._lock, 0
         self._iterator: Iterator[Any] | None = None  # of `next`
@@ -129,7 +129,7 @@ class ReplayBuffer(FramesByIndex):
         stacked along a new first dimension; a `ListStorage` stores the items themselves. TypeError or ValueError if the
         batch does not match the stored frames; the buffer is unchanged then.
         """
-        return self._extend(data if self.transform is None else self.transformed(data))  # without a call
+        return self._extend(data if self.transform is None else self.transformed(data))  # saves a call
 
     def _extend(self, data: Any) -> Tensor:
         with self._lock, Uninterrupted():
@@ -184,7 +184,7 @@ class ReplayBuffer(FramesByIndex):
             self.sampler.update_priority(self._memory, index, priority, written, self._before)
             self._ahead.clear()
 
-    def _index(self, slots: Ints | Tensor) -> Tensor:
+    def _index(self, slots: Ints | Tensor) -> Tensor:  # that records how many frames had been written
         index = slots if isinstance(slots, Tensor) else torch.from_numpy(slots)
         setattr(index.untyped_storage(), WRITTEN, self._before + self._memory.written)
         return index
@@ -206,8 +206,8 @@ class ReplayBuffer(FramesByIndex):
                     drawn = drawn if self.relabel is None else self.relabel(self._memory, drawn, self._random_source)
                     self._ahead.append((drawn, pool.submit(self._gather_if_current, drawn, self.state)))
                 _, first = self._ahead.popleft()
-            if (made := first.result()) is not None:
-                return made
+            if (sample := first.result()) is not None:
+                return sample
 
     def _gather_if_current(self, drawn: SampleIndices, state: ring.RingState) -> _Sample | None:
         with self._lock:  # None if the buffer has changed since the sample was drawn
@@ -233,7 +233,7 @@ class ReplayBuffer(FramesByIndex):
             yield self.sample()
 
     def relabel_by(self, relabel: Relabel, trajectories: Trajectories) -> None:
-        """Let a function extend each sample that is drawn, for which trajectories are followed; see `hindsight`."""
+        """Apply a function to each sample that is drawn, and follow trajectories for it; see `hindsight`."""
         with self._lock:
             if self._shared:
                 raise ValueError("buffer is shared, and its readers draw no goals in hindsight: build another")
@@ -274,7 +274,7 @@ class ReplayBuffer(FramesByIndex):
             fresh.counted = 0 if empty_write_count else self.write_count
             self._replace(fresh)
 
-    def _replace(self, memory: ring.RingMemory) -> None:  # whose frames are none of those that this ring has had
+    def _replace(self, memory: ring.RingMemory) -> None:  # by a ring with other frames: indices of earlier ones expire
         self._ahead.clear()
         self._before += -(-self._memory.written // memory.capacity) * memory.capacity
         self._memory = memory
@@ -292,8 +292,7 @@ class ReplayBuffer(FramesByIndex):
         check_kind("base", base, (str, os.PathLike, type(None)), "pass a directory, or leave it out")
         with self._lock:
             self._discard_prefetched()
-            parts = self._memory, self.sampler, self.generator
-            dumping.dump(Path(path), *parts, None if base is None else Path(base))
+            dumping.dump(Path(path), self._memory, self.sampler, self.generator, None if base is None else Path(base))
 
     def loads(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
         """Restore a dump: the next samples are the ones that the dumped buffer would have returned.
@@ -311,7 +310,7 @@ class ReplayBuffer(FramesByIndex):
     load = loads
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What `dumps` writes, as plain data: the bytes [N] uint8 of each file by name. Raises TypeError like it."""
+        """The files that `dumps` writes, as plain data: their bytes [N] uint8 by name. Raises the errors of `dumps`."""
         with self._lock, tempfile.TemporaryDirectory() as directory:
             dumped = self._memory.dumped
             self.dumps(directory)
@@ -319,7 +318,7 @@ class ReplayBuffer(FramesByIndex):
             return dumping.files_of(Path(directory))
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *, allow_pickle: bool = False) -> None:
-        """Restore what `state_dict` returned, as `loads` does; TypeError for anything else."""
+        """Restore the result of `state_dict`, as `loads` does; TypeError for anything else."""
         with tempfile.TemporaryDirectory() as directory:
             dumping.write_files(Path(directory), state_dict)
             self.loads(directory, allow_pickle=allow_pickle)

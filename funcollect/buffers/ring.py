@@ -43,12 +43,12 @@ class RingMemory:
         self.capacity, storage.linked = storage.max_size, trajectories is not None
         self._index = None if trajectories is None else TrajectoryIndex(self.capacity)
         self.written = 0  # frames written since `init`; frame n is in slot n % capacity
-        self.counted = 0  # frames of earlier rings of the buffer, which its `write_count` has
+        self.counted = 0  # frames of the buffer's earlier rings that its `write_count` includes
         self.lanes: tuple[int, ...] | None = None  # the batch dimensions before time of the newest batch
-        self.since = 0  # the number of the first frame since when all batches have had them
-        self.by_lane = False  # whether lanes of a batch have had the same trajectory ids, as the runs of a vmap do
+        self.since = 0  # the number of the first frame from which on all batches have had these dimensions
+        self.by_lane = False  # whether lanes of one batch have had equal trajectory ids, like the runs of a vmap
         self.version = 0
-        # The name of the last or the loaded dump, with whose frames the ring begins, and the storage's edits then.
+        # The name of the last dump, written or loaded, which has the ring's first frames; and the storage's edits then.
         self.dumped: tuple[str | None, int] = None, 0
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class RingMemory:
         self.trajectories, self._index, self.storage.linked = trajectories, index, True
 
     def extend(self, data: Any) -> Ints:
-        """Write a batch ``[*B, T]``, see `extend`. The caller must see to it that nothing interrupts this."""
+        """Write a batch ``[*B, T]``, see `extend`; returns the slots. The caller must prevent interruptions."""
         batch, start = self.storage.recognized(data), self.written
         if batch is None:
             if isinstance(data, list) and not isinstance(self.storage, ListStorage):
@@ -109,9 +109,9 @@ class RingMemory:
         return slots.reshape(steps, math.prod(lanes)).T.reshape(batch.lead)
 
     def held(self, index: Any) -> Ints:
-        """The slots that hold frames; for an index of lanes and time those ``[*lanes, T]`` that all lanes have.
+        """The slots that hold frames; for an index of lanes and time, the steps ``[*lanes, T]`` that all lanes have.
 
-        Of these, the oldest are first. ValueError if the lanes changed meanwhile.
+        The oldest steps are first. ValueError if batches had different lanes.
         """
         if self.storage.ndim == 1 or not isinstance(index, (int, np.integer, slice, EllipsisType, NoneType, tuple)):
             return np.arange(len(self))
@@ -121,7 +121,7 @@ class RingMemory:
         if self.lanes is None or oldest < self.since:
             what = "the frames are from batches with different dimensions before time, so they have no common lanes"
             raise ValueError(f"{what}: index them by a tensor of slots, as extend returns")
-        missing = (self.since - oldest) % math.prod(self.lanes)  # frames of a step that other lanes have lost
+        missing = (self.since - oldest) % math.prod(self.lanes)  # frames of a step that is not complete any more
         slots = np.arange(oldest + missing, self.written) % self.capacity
         return np.moveaxis(slots.reshape(-1, *self.lanes), 0, -1)
 
@@ -188,7 +188,7 @@ def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
     tensor([3, 0, 1])
     """
     memory = check_current(state)
-    with Uninterrupted():  # an interrupted write would leave frames that are partly old and partly new
+    with Uninterrupted():  # an interrupted write would leave frames that are half old, half new
         slots = memory.extend(batch)
     return RingState(memory, memory.version), torch.from_numpy(slots)
 
@@ -212,7 +212,7 @@ def as_leaf(leaf: Any) -> Any:
 
 
 def copied(leaf: Any) -> Any:
-    """A copy of an array, a tensor or a TensorDict; other leaves as they are."""
+    """A copy of an array, a tensor or a TensorDict; another leaf as it is."""
     if isinstance(leaf, Tensor) or is_tensor_collection(leaf):
         return leaf.clone()
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf

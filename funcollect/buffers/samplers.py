@@ -1,4 +1,4 @@
-"""Samplers for `ReplayBuffer`, which choose the frames of a sample; here those that draw by priority or by age."""
+"""Samplers for `ReplayBuffer`, which choose the frames of a sample. Those in this file draw by priority or by age."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class PrioritizedSampler(RandomSampler):
     ) -> None:
         check_positive("max_capacity", max_capacity)
         for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
-            _check_number_of(name, value)
+            _check_scalar(name, value)
         check_flags(max_priority_within_buffer=max_priority_within_buffer)
         check_choice("reduction", reduction, ("max", "min", "mean", "median"))
         self.max_capacity, self._alpha, self.beta, self.eps = max_capacity, alpha, beta, eps
@@ -103,7 +103,7 @@ class PrioritizedSampler(RandomSampler):
 
     @alpha.setter
     def alpha(self, alpha: float | Tensor) -> None:
-        _check_number_of("alpha", alpha)
+        _check_scalar("alpha", alpha)
         if self._alpha > 0:
             weights, highest = self.stored()
             changed = weights ** (float(alpha) / float(self._alpha))
@@ -116,19 +116,19 @@ class PrioritizedSampler(RandomSampler):
             raise ValueError(f"max_capacity is {self.max_capacity}, the storage holds {capacity} frames: give as many")
 
     def move_to(self, device: torch.device) -> None:
-        """Keep the priorities on the storage's device, unless trajectories are needed, whose index is on the host."""
+        """Keep the priorities on the storage's device, unless trajectories are needed: their index is on the host."""
         if type(self) is PrioritizedSampler and self.returns is None:
             stored, self._device = self.stored(), device
             self.begin(*stored)
 
     @override
     def extended(self, memory: BufferView, slots: Ints) -> None:
-        held, sums, weight = slots[slots >= 0], self._priorities, self._weights(self._highest)
+        stored, sums, weight = slots[slots >= 0], self._priorities, self._weights(self._highest)
         if self.max_priority_within_buffer:
-            sums.put(held, sums.xp.zeros_like(weight))
+            sums.put(stored, sums.xp.zeros_like(weight))
             most = sums.weights.max()
             weight = sums.xp.where(most > 0, most, self._weights(sums.xp.ones_like(weight)))
-        sums.put(held, weight)
+        sums.put(stored, weight)
 
     @override
     def state(self) -> Arrays:
@@ -140,7 +140,7 @@ class PrioritizedSampler(RandomSampler):
     def load(self, state: Arrays) -> None:
         if "exponents" in state:
             self._alpha, self.beta = state["exponents"].tolist()
-        # The dump may come from a sampler with a larger max_capacity, whose further slots hold no frames.
+        # The state may be of a sampler with a larger max_capacity, whose other slots held no frames.
         self.begin(state.get("weights", np.zeros(0))[: self.max_capacity], float(state.get("highest", 1.0)))
 
     def stored(self) -> tuple[Floats, float]:
@@ -160,47 +160,47 @@ class PrioritizedSampler(RandomSampler):
     def update_priority(self, memory: BufferView, index: Any, priority: Any, written: Any, before: int) -> None:
         """See `ReplayBuffer.update_priority`; `memory` is the buffer's ring, which began after `before` frames."""
         if self._device is not None:
-            self._update_there(memory, index, priority, written, before)
+            self._update_on_device(memory, index, priority, written, before)
             return
         slots = numbers_of("index", index, "iu").astype(np.int64)
-        given = numbers_of("priority", priority, "fiub").astype(np.float64)
-        if len(given) not in (1, len(slots)):
-            raise ValueError(f"{len(given)} priorities are given for {len(slots)} frames: give one each, or for all")
+        values = numbers_of("priority", priority, "fiub").astype(np.float64)
+        if len(values) not in (1, len(slots)):
+            raise ValueError(f"{len(values)} priorities are given for {len(slots)} frames: give one each, or for all")
         if (present := present_in(memory, slots, written, before)) is not None:
-            slots, given = slots[present], given if len(given) == 1 else given[present]
-        highest = check_priorities(given)
+            slots, values = slots[present], values if len(values) == 1 else values[present]
+        highest = check_priorities(values)
         if len(slots):
-            self._priorities.put(slots, self._weights(given))
+            self._priorities.put(slots, self._weights(values))
             if highest > self._highest:
                 self._highest = np.array([highest])
 
-    def _update_there(self, memory: BufferView, index: Any, priority: Any, written: Any, before: int) -> None:
-        """The same on a device: priorities that are negative or not finite are ignored, so that nothing waits."""
+    def _update_on_device(self, memory: BufferView, index: Any, priority: Any, written: Any, before: int) -> None:
+        """`update_priority` on a device. Priorities below 0 or not finite are ignored: an error would have to wait."""
         sums, device = self._priorities, self._device
         slots = torch.as_tensor(index, device=device).reshape(-1).long()
-        given = torch.as_tensor(priority, device=device).detach().reshape(-1).double()
-        if len(given) not in (1, len(slots)):
-            raise ValueError(f"{len(given)} priorities are given for {len(slots)} frames: give one each, or for all")
+        values = torch.as_tensor(priority, device=device).detach().reshape(-1).double()
+        if len(values) not in (1, len(slots)):
+            raise ValueError(f"{len(values)} priorities are given for {len(slots)} frames: give one each, or for all")
         after: Any = 0 if written is None else later(written, before + memory.written, len(slots))
         after = sums.moved(after) if isinstance(after, np.ndarray) else after
-        kept = (slots >= 0) & (slots < len(memory)) & (given >= 0) & (given <= _LARGEST)
+        kept = (slots >= 0) & (slots < len(memory)) & (values >= 0) & (values <= _LARGEST)
         kept &= (memory.written - 1 - slots) % memory.capacity >= after
         kept &= after < memory.written
         slots = slots.clamp(0, self.max_capacity - 1)
-        sums.put(slots, torch.where(kept, self._weights(given), sums.get(slots)))
-        self._highest = torch.cat([self._highest, torch.where(kept, given, 0.0)]).amax(0, keepdim=True)
+        sums.put(slots, torch.where(kept, self._weights(values), sums.get(slots)))
+        self._highest = torch.cat([self._highest, torch.where(kept, values, 0.0)]).amax(0, keepdim=True)
 
     def _weights(self, priority: Any) -> Any:
         return (priority + self.eps) ** float(self.alpha)
 
-    def _check(self, memory: BufferView) -> None:
+    def _check_drawable(self, memory: BufferView) -> None:
         indices.check_filled(memory)
         if self._priorities.total <= 0:
             raise ValueError("every priority is 0: give some frame a positive one, or the sampler a positive eps")
 
     @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
-        self._check(memory)
+        self._check_drawable(memory)
         slots = self._priorities.find(random_source.uniform(batch_size))
         drawn = SampleIndices(slots=slots, info={"priority_weight": self._corrections(slots)})
         return drawn if self.returns is None else self.with_returns(memory, drawn)
@@ -214,7 +214,7 @@ class PrioritizedSampler(RandomSampler):
         return f"{type(self).__name__}(max_capacity={self.max_capacity}, alpha={self.alpha}, beta={self.beta})"
 
 
-def _check_number_of(name: str, value: float | Tensor) -> None:
+def _check_scalar(name: str, value: float | Tensor) -> None:
     check_number(name, value.item() if isinstance(value, Tensor) and value.ndim == 0 else value)
 
 
@@ -252,7 +252,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
-        self._check(memory)
+        self._check_drawable(memory)
         spec, index = self.spec(batch_size), indices.trajectory_index_of(memory)
         uniform, tree = random_source.uniform, self._priorities
         slots = indices.completed(
@@ -267,7 +267,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
 
 class RecentSampler(RandomSampler):
-    """Single frames whose weights are at most so many versions old, drawn uniformly, by ``collector.policy_version``.
+    """Single frames, drawn uniformly from those whose ``collector.policy_version`` is at most so many versions old.
 
     Ages count from the newest version that the buffer has had, or from `policy_version`, if that is set: a learner that
     is ahead of its workers sets ``sampler.policy_version = collector.policy_version``. Raises TypeError or ValueError
@@ -292,12 +292,12 @@ class RecentSampler(RandomSampler):
             check_count("max_age", max_age)
         check_flags(once=once)
         self.max_age, self.once = max_age, once
-        self.policy_version: int | None = None  # from which ages count
+        self.policy_version: int | None = None  # the version of age 0; None for the newest in the buffer
         self._versions: Ints  # by slot
         self._used: Bools  # by slot
-        self._newest: int  # version so far
+        self._newest: int  # the highest version so far
         self._read: int  # the number of frames whose versions were read
-        self._left: Ints | None  # with `once`: the slots of a round, which begins as frames come in
+        self._left: Ints | None  # with `once`: the slots left in the round; None if a new round has to begin
         self.load({})
 
     @override
@@ -308,19 +308,19 @@ class RecentSampler(RandomSampler):
             if self._left is None:
                 left = np.flatnonzero(~self._used[:size])
                 self._left = left[random_source.permutation(len(left))]
-            left = self._left[self._young(self._left)]
+            left = self._left[self._recent(self._left)]
             slots, self._left = left[:batch_size], left[batch_size:]
             self._used[slots] = True
         else:
-            tried, again = below(size, 2 * batch_size), lambda some, count: some[below(len(some), count)]
-            slots = indices.completed(tried, batch_size, size, self._young, again)
+            tried, redraw = below(size, 2 * batch_size), lambda some, count: some[below(len(some), count)]
+            slots = indices.completed(tried, batch_size, size, self._recent, redraw)
         if not len(slots):
             what = f"{self} has no frame left" if self.once else f"no frame is at most {self.max_age} versions old"
             raise ValueError(f"{what}, expected at least one: extend the buffer first")
         return SampleIndices(slots=slots)
 
     def _follow(self, memory: BufferView) -> None:
-        """Read the versions of the frames that were written since the last time."""
+        """Read the versions of the frames that were written since the last call."""
         if len(self._versions) != memory.capacity:
             self._versions, self._used = np.zeros(memory.capacity, np.int64), np.zeros(memory.capacity, np.bool_)
         slots = np.arange(max(self._read, memory.written - len(memory)), memory.written) % memory.capacity
@@ -332,14 +332,14 @@ class RecentSampler(RandomSampler):
             self._versions[slots], self._newest = column.numpy(), max(self._newest, int(column.max()))
         self._used[slots], self._read = False, memory.written
 
-    def _young(self, slots: Ints) -> Bools:
+    def _recent(self, slots: Ints) -> Bools:
         newest = self._newest if self.policy_version is None else self.policy_version
         least = _NO_VERSION if self.max_age is None else newest - self.max_age
         return np.asarray(self._versions.take(slots) >= least)
 
     @override
     def ran_out(self, batch_size: int) -> bool:
-        return self.once and self._left is not None and not self._young(self._left).any()
+        return self.once and self._left is not None and not self._recent(self._left).any()
 
     @override
     def extended(self, memory: BufferView, slots: Ints) -> None:

@@ -1,4 +1,4 @@
-"""Weights of slots, by which frames are drawn: on the host and on a device; and which frames an index still has."""
+"""Draws slots by weight, on the host and on a device; and finds the frames of an index that are still there."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from funcollect.buffers.indices import BufferView
 from funcollect.messages import shown
 
 _WIDTH = 16  # of the blocks in a `SumTree`; 32 and 64 are slower
-_MOST_AT_TOP = 1 << 14  # numbers whose running sums are made again after each change
+_MOST_AT_TOP = 1 << 14  # numbers whose running sums are recomputed after each change
 
 
 class SumTree:
     """A weight of at least 0 for each of `capacity` slots. Weights are 0 at first, and a slot of weight 0 is not drawn.
 
-    Blocks of weights have sums, blocks of these sums again, until few enough numbers are left that all their running
-    sums are made again after a change. A buffer of a million frames needs two levels above the weights.
+    Blocks of weights have sums, and so have blocks of these sums, until few enough are left to recompute all their
+    running sums after a change. A buffer of a million frames needs two levels above the weights.
     """
 
     xp = np
@@ -36,7 +36,7 @@ class SumTree:
             sizes.append(sizes[-1] // _WIDTH)
         # Each list has one array per level, the weights of the slots first.
         self._sums: list[Floats] = [np.zeros(size) for size in sizes]
-        self._least: list[Floats] = [np.full(size, np.inf) for size in sizes]  # positive weight below each, if any
+        self._least: list[Floats] = [np.full(size, np.inf) for size in sizes]  # the least positive weight below each
         self._top: Floats | None = None  # 0 and the running sums of the last level, until a weight changes
 
     def put(self, slots: Ints, weights: Floats) -> None:
@@ -46,8 +46,8 @@ class SumTree:
         self._least[0][slots] = np.where(weights > 0, weights, np.inf)
         block = slots
         for (sums, least), (above, least_above) in pairwise(zip(self._sums, self._least, strict=True)):
-            block = block // _WIDTH  # the same one may come several times
-            # `reduce` is what `sum` and `min` call, but sooner.
+            block = block // _WIDTH  # may have repetitions
+            # `sum` and `min` call `reduce`; to call it directly is faster.
             above[block] = np.add.reduce(sums.reshape(-1, _WIDTH).take(block, axis=0), axis=1)
             least_above[block] = np.minimum.reduce(least.reshape(-1, _WIDTH).take(block, axis=0), axis=1)
 
@@ -61,7 +61,7 @@ class SumTree:
         return self._sums[0][: self.capacity]
 
     @property
-    def _running(self) -> Floats:
+    def _running(self) -> Floats:  # see `_top`
         if self._top is None:
             self._top = np.empty(len(self._sums[-1]) + 1)
             self._top[0] = 0.0
@@ -79,27 +79,27 @@ class SumTree:
         return float(np.minimum.reduce(self._least[-1]))
 
     def find(self, places: Floats) -> Ints:
-        """The slots at the given places in ``[0, 1)``, if all weights are laid end to end on that interval."""
+        """The slots at these places in ``[0, 1)``, if all weights are laid end to end on that interval."""
         upto = self._running
         rest = np.minimum(places * upto[-1], math.nextafter(upto[-1], 0.0))
-        order = rest.argsort()  # sorted places are found sooner, by more than it takes to sort them
+        order = rest.argsort()  # a search for sorted places is faster, by more than the time to sort them
         found = np.empty(len(rest), np.int64)
         found[order] = upto.searchsorted(rest[order], side="right") - 1
         rest -= upto.take(found)
-        rows, each = np.zeros((len(places), _WIDTH + 1)), np.arange(len(places))
+        rows, row = np.zeros((len(places), _WIDTH + 1)), np.arange(len(places))
         ends = torch.from_numpy(rows[:, 1:])
         for sums in self._sums[-2::-1]:
-            some = torch.from_numpy(sums.reshape(-1, _WIDTH).take(found, axis=0))
-            torch.cumsum(some, -1, out=ends)  # which takes a third of NumPy's time
+            blocks = torch.from_numpy(sums.reshape(-1, _WIDTH).take(found, axis=0))
+            torch.cumsum(blocks, -1, out=ends)  # which takes a third of NumPy's time
             # Rounding must not move a place past the end of its block, where the next slot may have the weight 0.
             rest = np.minimum(rest, np.nextafter(rows[:, -1], 0.0))
             child = (rows[:, 1:] > rest[:, None]).argmax(axis=1)
-            rest -= rows[each, child]
+            rest -= rows[row, child]
             found = found * _WIDTH + child
         return found
 
     def find_among(self, slots: Ints, places: Floats) -> Ints:
-        """The same over the weights of `slots` [M] alone; ValueError if all of them are 0."""
+        """`find` among `slots` [M] alone; ValueError if all their weights are 0."""
         upto = self.get(slots).cumsum()
         if not upto[-1] > 0:
             raise ValueError("every frame at which a slice can begin has priority 0: give some frame a positive one")
@@ -108,9 +108,9 @@ class SumTree:
 
 
 class DeviceSums:
-    """The same on a device: nothing is copied to the host, or waits for the device.
+    """A `SumTree` on a device: nothing is copied to the host, or waits for the device.
 
-    In place of a tree, it has the running sums of all weights, which a GPU makes again as fast as it runs through one.
+    In place of a tree, it has the running sums of all weights, which a GPU recomputes as fast as it searches a tree.
     """
 
     xp = torch
@@ -159,7 +159,7 @@ def numbers_of(name: str, values: Any, kinds: str) -> npt.NDArray[Any]:
 
 
 def later(written: Any, now: int, count: int) -> Any:
-    """How many frames were written after these numbers of frames, one or [N]; ValueError for impossible ones."""
+    """How many frames were written after the `written` ones, a number or [N]; ValueError for impossible numbers."""
     least = most = written
     if type(written) is not int:
         written = numbers_of("written", written, "iu").astype(np.int64)
@@ -172,10 +172,10 @@ def later(written: Any, now: int, count: int) -> Any:
 
 
 def present_in(memory: BufferView, slots: Ints, written: Any, before: int) -> Bools | None:
-    """Whether the frames that were in `slots` [N] are still there; None if all are. Those of -1 are not.
+    """Whether the frames that were in `slots` [N] are still there; None if all are. Slots of -1 have no frame.
 
-    They were there when a buffer had been given `written` frames, one number or [N], or None if they are there now. The
-    ring began after `before` of them. ValueError for slots that have no frame, and for an impossible `written`.
+    They were there when the buffer had been given `written` frames, one number or [N]; None means now. The ring began
+    after `before` frames. ValueError for slots without a frame, and for an impossible `written`.
     """
     after = 0 if written is None else later(written, before + memory.written, len(slots))
     late = bool(np.any(after > 0)) if isinstance(after, np.ndarray) else after > 0

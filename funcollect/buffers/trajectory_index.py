@@ -20,12 +20,12 @@ from funcollect.trajectories.split import LANE, STEP, STEPS_AHEAD, TRAJECTORY_ID
 from funcollect.tree import Path, as_path
 
 _IDS: tuple[Path, ...] = (TRAJECTORY_IDS, ("episode",))  # the default keys; the first that a batch has is used
-_MOST_SEGMENTS = 1 << 12  # recorded before the index is updated; three megabytes, if each frame is a segment
+_MOST_SEGMENTS = 1 << 12  # recorded before the index is updated: three megabytes if each frame is a segment
 _FRAMES_AT_ONCE = 1 << 14  # added to the index together; their arrays fit into a processor's cache
 _SMALLEST_BLOCK = 4  # 2**4 entries
-_LANE = np.int64(-7046029254386353131)  # odd: ids plus multiples of it, modulo 2**64, do not meet
+_LANE = np.int64(-7046029254386353131)  # times the lane, added to ids: odd and large, so they do not collide
 _BY_TRAJECTORY = ("first", "stop", "_next_step", "_begin", "_bits")
-_Column = npt.NDArray[Any] | None  # one number per frame [N], or there are none
+_Column = npt.NDArray[Any] | None  # one number per frame [N]; None if the batch has none
 _STATE = ("member", "position", "_free", *_BY_TRAJECTORY)
 
 
@@ -93,7 +93,7 @@ class Trajectories:
         return Segments.of(ids, ends, step, lead, start, by_lane)
 
     def _ends(self, leaves: Mapping[Path, Tensor], lead: tuple[int, ...]) -> _Column:
-        """The end flags, ordered by lane. Of several keys, those that the batch lacks are left out, but not all."""
+        """The end flags, ordered by lane. Of several keys, those that the batch lacks are left out, unless all are."""
         if len(keys := self._end_keys) == 1:
             return _column(leaves, lead, keys[0], (("next", "done"),))
         held = [key for key in keys if as_path(key) in leaves] or keys
@@ -104,7 +104,7 @@ class Trajectories:
 def _column(
     leaves: Mapping[Path, Tensor], lead: tuple[int, ...], given: str | Path | None, usual: tuple[Path, ...]
 ) -> _Column:
-    """One number per frame, ordered by lane; None if no key was given and the batch has none of the usual ones."""
+    """One number per frame, ordered by lane; None without a `given` key if the batch has none of the `usual` ones."""
     for path in usual if given is None else (as_path(given),):
         leaf = leaves.get(path)
         if isinstance(leaf, Tensor):
@@ -193,7 +193,7 @@ class Segments(NamedTuple):
         return bool(((key[1:] == key[:-1]) & (lane[1:] != lane[:-1])).any())
 
     def by_lane(self, start: int, lanes: int) -> Segments:
-        """The segments with ids that are different in each lane; those of the first one stay."""
+        """The segments with ids made different for each lane; those of the first lane stay."""
         return self._replace(key=self.key + (self.number - start) % lanes * _LANE)
 
     def linked(self) -> Bools:
@@ -213,24 +213,24 @@ class TrajectoryIndex:
         self.capacity = capacity
         self.member = np.zeros(capacity, np.int32)  # by slot: the number of the frame's trajectory
         self.position = np.zeros(capacity, np.int64)  # by slot: the frame's position in its trajectory
-        # A trajectory's slots are in a block of entries, used as a ring. It moves to a larger one that it outgrows.
+        # A trajectory's slots are in a block of entries, used as a ring. One that outgrows it gets a larger block.
         self._entries = np.zeros(0, np.int32)
-        self._used = 0  # entries from here on were never used
+        self._used = 0  # entries from here on have never been used
         # Moving all blocks together instead makes `benchmarks replay` slower at a million frames.
-        self._idle: dict[int, Ints] = {}  # the begins of free blocks of 2**bits entries, by bits
+        self._idle: dict[int, Ints] = {}  # by bits: where free blocks of 2**bits entries begin
         self._begin = np.zeros(0, np.int64)  # by trajectory: where its block begins
         self._bits = np.zeros(0, np.int64)  # by trajectory: its block has 2**bits entries; 0 if it has none
         self.first = np.zeros(0, np.int64)  # by trajectory: the position of its oldest frame
         self.stop = np.zeros(0, np.int64)  # by trajectory: one past the position of its newest frame
         self._next_step = np.zeros(0, np.int64)  # by trajectory: the step of a frame that would continue it
         self._free = np.zeros(0, np.int64)  # numbers that no trajectory has
-        self._open: dict[int, int] = {}  # by key: the number of the trajectory that may continue
-        self._waiting: list[Segments] = []  # noted, but not yet in the index, one entry per extend, oldest first
+        self._open: dict[int, int] = {}  # by key: the number of the trajectory that may go on
+        self._waiting: list[Segments] = []  # recorded, but not yet in the index: one entry per extend, oldest first
         self._count = 0  # the number of waiting segments
         self._numbers = range(0)  # the numbers of their frames
 
     def note(self, segments: Segments, numbers: range) -> None:
-        """Note the newest frames, which have these numbers: a tenth of the work; `update` does the rest when needed."""
+        """Record the newest frames, which have these numbers. `update` does the other nine tenths of the work later."""
         if self._waiting and (self._waiting[0].step is None) != (segments.step is None):
             self.update()
         self._numbers = range(self._numbers.start if self._waiting else numbers.start, numbers.stop)
@@ -240,18 +240,18 @@ class TrajectoryIndex:
             self.update()
 
     def update(self) -> None:
-        """Add the frames that were noted to the index, and remove those that they overwrote."""
+        """Add the recorded frames to the index, and remove the frames that they overwrote."""
         if not self._waiting:
             return
         start, oldest = self._numbers.start, self._numbers.stop - self.capacity
         self.retire(range(max(start - self.capacity, 0), min(oldest, start)))
-        some, frames = list[Segments](), 0
+        parts, frames = list[Segments](), 0
         for segments in self._waiting:
-            some.append(segments.since(oldest))
-            frames += int(some[-1].length.sum())
+            parts.append(segments.since(oldest))
+            frames += int(parts[-1].length.sum())
             if frames > (0 if segments is self._waiting[-1] else _FRAMES_AT_ONCE):
-                self.extend(Segments.joined(some))
-                some, frames = [], 0
+                self.extend(Segments.joined(parts))
+                parts, frames = [], 0
         self._waiting, self._count = [], 0
 
     def retire(self, numbers: range) -> None:
@@ -303,15 +303,15 @@ class TrajectoryIndex:
 
     def _of_groups(self, heads: Segments) -> Ints:
         """The trajectories of groups that begin with these segments: open ones that they continue, or new ones."""
-        found = np.array([self._open.get(key, -1) for key in heads.key.tolist()], np.int64)
-        fresh = found < 0
+        trajectories = np.array([self._open.get(key, -1) for key in heads.key.tolist()], np.int64)
+        fresh = trajectories < 0
         fresh[1:] |= heads.key[1:] == heads.key[:-1]
         if heads.step is not None and not fresh.all():
-            fresh |= heads.step != self._next_step[found]
-        found[fresh] = self._new(int(np.count_nonzero(fresh)))
-        return found
+            fresh |= heads.step != self._next_step[trajectories]
+        trajectories[fresh] = self._new(int(np.count_nonzero(fresh)))
+        return trajectories
 
-    def _new(self, count: int) -> Ints:
+    def _new(self, count: int) -> Ints:  # numbers for so many new trajectories
         if count > len(self._free):
             size = len(self.stop)
             grown = max(2 * size, size + count, 64)
@@ -334,7 +334,7 @@ class TrajectoryIndex:
         return {name: getattr(self, name) for name in _STATE} | blocks
 
     def load(self, state: Arrays) -> None:
-        """Restore what `state` returned."""
+        """Restore the result of `state`."""
         for name in (*_STATE, "_entries"):
             setattr(self, name, state[name])
         self._used = len(self._entries)
@@ -352,16 +352,16 @@ class TrajectoryIndex:
         bits = np.frexp(np.maximum(self.stop[trajectory] - first, 2) - 1)[1].astype(np.int64).clip(min=_SMALLEST_BLOCK)
         moving = np.flatnonzero(bits > self._bits[trajectory])
         for size in sorted(set(bits[moving].tolist())):
-            some = moving[bits[moving] == size]
-            movers, begin, length = trajectory[some], self._take(size, len(some)), (held - first)[some]
+            rows = moving[bits[moving] == size]
+            movers, begin, length = trajectory[rows], self._take(size, len(rows)), (held - first)[rows]
             if total := int(length.sum()):
-                position = np.arange(total) - (np.cumsum(length) - length - first[some]).repeat(length)
+                position = np.arange(total) - (np.cumsum(length) - length - first[rows]).repeat(length)
                 slots = self.get(movers.repeat(length), position)
                 self._entries[begin.repeat(length) + (position & ((1 << size) - 1))] = slots
             self._give_back(movers)
             self._begin[movers], self._bits[movers] = begin, size
 
-    def _give_back(self, trajectory: Ints) -> None:
+    def _give_back(self, trajectory: Ints) -> None:  # frees the blocks of trajectories
         bits = self._bits[trajectory]
         for size in sorted({*bits.tolist()} - {0}):
             left = self._begin[trajectory[bits == size]]
@@ -369,7 +369,7 @@ class TrajectoryIndex:
         self._bits[trajectory] = 0
 
     def _take(self, bits: int, count: int) -> Ints:
-        """The begins of `count` blocks of 2**bits entries."""
+        """Where `count` new blocks of 2**bits entries begin."""
         idle = self._idle.get(bits, np.zeros(0, np.int64))
         reused, self._idle[bits] = idle[:count], idle[count:]
         missing = count - len(reused)

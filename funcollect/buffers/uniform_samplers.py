@@ -21,11 +21,11 @@ from funcollect.trajectories.returns import MultiStep
 from funcollect.trajectories.split import MASK
 from funcollect.tree import Path, as_path
 
-_flat = lru_cache(typed=True)(indices.Flat)  # to check the arguments again would take as long as to draw
+_flat = lru_cache(typed=True)(indices.Flat)  # checking its arguments takes as long as drawing
 
 
 def takes_replacement(init: Init) -> Init:
-    """Let a sampler's constructor accept TorchRL's keywords, of which ``replacement=False`` chooses another class."""
+    """Let a sampler's constructor accept TorchRL's keywords. ``replacement=False`` makes an object of another class."""
     init = takes_foreign("sampler")(init)
 
     @wraps(init)
@@ -57,7 +57,7 @@ class RandomSampler(Sampler):
 
     @takes_replacement
     def __init__(self) -> None:
-        pass  # without this, its signature would be that of a protocol: any arguments
+        pass  # otherwise the signature would be a protocol's, which takes any arguments
 
     def spec(self, batch_size: int) -> indices.SampleSpec:
         """The description of a sample of so many frames."""
@@ -66,10 +66,10 @@ class RandomSampler(Sampler):
     @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
         drawn = self.spec(batch_size).draw(memory, random_source)
-        return drawn if self.returns is None else self.with_returns(memory, drawn)  # one call of a function less
+        return drawn if self.returns is None else self.with_returns(memory, drawn)  # saves a call
 
     def with_returns(self, memory: BufferView, drawn: SampleIndices) -> SampleIndices:
-        """A sample whose frames get the returns of the steps that follow them, if the sampler computes these."""
+        """The sample with the n-step returns of its frames, if the sampler computes them."""
         if self.returns is None:
             return drawn
         index, count = indices.trajectory_index_of(memory), self.returns.n_steps
@@ -85,7 +85,7 @@ class RandomSampler(Sampler):
 
 
 def returns_of(n_steps: int | None, gamma: float | None) -> MultiStep | None:
-    """What sums the rewards of `n_steps` steps; ValueError if only one of both is given."""
+    """The `MultiStep` of these arguments, or None without them; ValueError if only one is given."""
     if (n_steps is None) != (gamma is None):
         raise ValueError(f"n_steps is {n_steps} and gamma {gamma}, expected both or neither: give the other, too")
     return None if n_steps is None or gamma is None else MultiStep(gamma, n_steps)
@@ -100,12 +100,12 @@ class _Lookahead(WiderIndices):
     @override
     def finish(self, batch: Any) -> Any:
         table = batch.reshape(-1, self.returns.n_steps)
-        had = table.get("collector", None)
-        if had is not None:
-            table.set("collector", had.clone(False))
+        stored = table.get("collector", None)
+        if stored is not None:
+            table.set("collector", stored.clone(False))
         # `MultiStep` ends sums where the mask changes, which is at the end of an episode.
         table.set(MASK, torch.from_numpy(self.mask).to(batch.device).reshape(table.shape))
-        return self.of.finish(self.returns(table)[:, 0].exclude("collector" if had is None else MASK))
+        return self.of.finish(self.returns(table)[:, 0].exclude("collector" if stored is None else MASK))
 
 
 class SamplerWithoutReplacement(RandomSampler):
@@ -134,7 +134,7 @@ class SamplerWithoutReplacement(RandomSampler):
         return SampleIndices(slots=self._take(batch_size, indices.check_filled(memory), random_source, "frames"))
 
     def _take(self, count: int, size: int, random_source: RandomSource, what: str) -> Ints:
-        """The next `count` numbers of the round; a new one has the numbers below `size`."""
+        """The next `count` numbers of the round; a new round has the numbers below `size`, which counts `what`."""
         if self.drop_last and count > size:
             raise ValueError(f"{count} are wanted, there are {size} {what}: sample fewer, or pass drop_last=False")
         if len(self._left) < (count if self.drop_last else 1):
@@ -239,31 +239,31 @@ class SliceSampler(RandomSampler):
         self.trajectories = Trajectories(traj_key=ids, end_key=ends, across_episodes=across_episodes)
         self.returns = returns_of(n_steps, gamma)
         self.num_slices, self.slice_len = num_slices, slice_len
-        both = tuple(span) if isinstance(span, (tuple, list)) else (span if over == "trajectories" else False, span)
-        one, other = (1 << 30 if size is None else size for size in (num_slices, slice_len))
-        self._like = Slices(
-            num_slices=one, slice_len=other, strict_length=strict_length, pad_output=pad_output, init_key=init_key,
-            over=over, truncated_key=truncated_key, span=both, across_episodes=across_episodes, burn_in=burn_in,
+        spans = tuple(span) if isinstance(span, (tuple, list)) else (span if over == "trajectories" else False, span)
+        count, length = (1 << 30 if size is None else size for size in (num_slices, slice_len))
+        self._base = Slices(
+            num_slices=count, slice_len=length, strict_length=strict_length, pad_output=pad_output, init_key=init_key,
+            over=over, truncated_key=truncated_key, span=spans, across_episodes=across_episodes, burn_in=burn_in,
             bootstrap=bootstrap,
         )  # fmt: skip
         self._specs: dict[tuple[int, int], Slices] = {}
-        # What the sampler was built with, by TorchRL's names.
+        # The arguments, by TorchRL's names.
         self.traj_key, self.end_key = ids, ends
         self.strict_length, self.pad_output, self.init_key = strict_length, pad_output, init_key
-        self.over, self.truncated_key, self.span = over, truncated_key, both
+        self.over, self.truncated_key, self.span = over, truncated_key, spans
 
     @override
     def spec(self, batch_size: int) -> Slices:
         """The slices of a sample; ValueError if their number or length does not divide `batch_size`."""
-        given = self.num_slices or self.slice_len or 1
-        other, rest = divmod(batch_size, given)
+        divisor = self.num_slices or self.slice_len or 1
+        quotient, rest = divmod(batch_size, divisor)
         if rest:
-            what = f"batch_size is {batch_size}, {'num_slices' if self.slice_len is None else 'slice_len'} {given}"
-            near = max(other, 1) * given
+            what = f"batch_size is {batch_size}, {'num_slices' if self.slice_len is None else 'slice_len'} {divisor}"
+            near = max(quotient, 1) * divisor
             raise ValueError(f"{what}, expected a positive multiple: sample for example {near} frames")
-        num_slices, slice_len = (other, given) if self.num_slices is None else (given, other)
-        if (found := self._specs.get((num_slices, slice_len))) is None:  # its checks take as long as to draw
-            found = self._specs[num_slices, slice_len] = replace(self._like, num_slices=num_slices, slice_len=slice_len)
+        num_slices, slice_len = (quotient, divisor) if self.num_slices is None else (divisor, quotient)
+        if (found := self._specs.get((num_slices, slice_len))) is None:  # checking it takes as long as drawing
+            found = self._specs[num_slices, slice_len] = replace(self._base, num_slices=num_slices, slice_len=slice_len)
         return found
 
     def __repr__(self) -> str:

@@ -32,12 +32,12 @@ _LARGEST_SEED = 2**32 - 1
 
 @collector
 class CollectorBase(RunOptions, InUse, ABC):
-    """The part that collectors share; a class that derives from it gathers the batches.
+    """The base class of all collectors. A subclass gathers the batches.
 
     Attributes:
         options: the keywords, checked.
         frames: frames delivered so far.
-        params: the parameters that were given last; None for the policy's own.
+        params: the latest parameters given; None for the policy's own.
     """
 
     create_env_fn: Any = field(kw_only=False)
@@ -52,17 +52,17 @@ class CollectorBase(RunOptions, InUse, ABC):
     options: Options = field(init=False)
     frames: int = field(init=False, default=0)
     params: Any = field(init=False, default=None)
-    _moments: RunningStatistics | None = field(init=False, default=None)  # of the last batch, not acted with yet
-    _pending: dict[int, PendingTrajectories] = field(init=False, default_factory=dict)  # by order
-    _unwritten: list[TensorDictBase] = field(init=False, default_factory=list)  # that `replay_buffer` has to get
+    _moments: RunningStatistics | None = field(init=False, default=None)  # of batches not in the statistics yet
+    _pending: dict[int, PendingTrajectories] = field(init=False, default_factory=dict)  # by first lane, or 0
+    _unwritten: list[TensorDictBase] = field(init=False, default_factory=list)  # that `replay_buffer` lacks
 
-    _batches, _seconds = 0, 0.0  # delivered, and spent on them
+    _batches, _seconds = 0, 0.0  # batches delivered, and the time spent on them
     _lends = False  # whether the memory of a batch is reused once no view of it is alive
-    _in_one_order = True  # whether all trajectories are; else those of each worker have an order of their own
-    _given: ClassVar[Mapping[str, Any]] = {}  # the keywords that were given otherwise than they are in use
+    _in_one_order = True  # whether trajectories have one order over all lanes; else one for each worker
+    _as_passed: ClassVar[Mapping[str, Any]] = {}  # keywords as the user passed them, if other values are in use
 
-    def _fill(self, **values: Any) -> None:
-        """Set keywords to the values in use. After an assignment, editors would show that, without the meaning."""
+    def _set(self, **values: Any) -> None:
+        """Set fields. For a plain assignment, editors would show that line instead of the keyword's description."""
         vars(self).update(values)
 
     @property
@@ -74,13 +74,13 @@ class CollectorBase(RunOptions, InUse, ABC):
     def _gather(self) -> TensorDictBase:
         """The next batch, not yet split or post-processed; its frames are counted."""
 
-    def _in_orders(self, batch: TensorDictBase) -> Sequence[TensorDictBase]:
-        """The parts of a batch whose trajectories are in different orders."""
+    def _split_by_order(self, batch: TensorDictBase) -> Sequence[TensorDictBase]:
+        """The parts of a batch, each with trajectories in one order; see `_in_one_order`."""
         return [batch]
 
     def _take_over(self, saved: Mapping[str, Any], seed: int, weights: Mapping[str, Any] | None) -> None:
-        """Continue a saved run's counts, with its seed and weights, and drop what earlier batches have left behind."""
-        self._fill(seed=seed, frames=saved["frames"], _batches=saved["iter"], _moments=None, _pending={}, _unwritten=[])
+        """Take over a saved run's counts, seed and weights, and drop moments and trajectories of earlier batches."""
+        self._set(seed=seed, frames=saved["frames"], _batches=saved["iter"], _moments=None, _pending={}, _unwritten=[])
         self.params = None if saved["own_weights"] else as_given(self.policy, weights)
 
     @abstractmethod
@@ -93,7 +93,8 @@ class CollectorBase(RunOptions, InUse, ABC):
 
         Returns the seed for the next collector, by TorchRL's rule; `seed` itself for `static_seed`.
         """
-        for _ in range(self._reseed(seed) * (not static_seed)):
+        lanes = self._reseed(seed)
+        for _ in range(0 if static_seed else lanes):
             seed = int.from_bytes(np.random.default_rng(seed).bytes(8), "big") % _LARGEST_SEED
         return seed
 
@@ -128,7 +129,7 @@ class CollectorBase(RunOptions, InUse, ABC):
 
     @property
     def policy_version(self) -> int:
-        """`get_policy_version`, as TorchRL calls it, too."""
+        """`get_policy_version`, by another of TorchRL's names."""
         return self.get_policy_version()
 
     def stats(self) -> dict[str, float]:
@@ -150,7 +151,7 @@ class CollectorBase(RunOptions, InUse, ABC):
         }
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """End the run and free what it holds. Batches that were delivered stay. Does nothing the second time.
+        """End the run and free its resources. Delivered batches stay valid. Does nothing the second time.
 
         Both arguments are TorchRL's and have no effect: workers that do not end within seconds are killed, and
         environments that the collector has not built stay open.
@@ -168,7 +169,7 @@ class CollectorBase(RunOptions, InUse, ABC):
 
     @abstractmethod
     def _close(self) -> None:
-        """Free what the run holds."""
+        """Free the resources of the run."""
 
     def save(self, path: str | os.PathLike[str], *, episodes: Episodes = "continue") -> None:
         """Write the run to a file: weights, counts, episodes in flight, and batches that are ready.
@@ -185,8 +186,8 @@ class CollectorBase(RunOptions, InUse, ABC):
         if self._unwritten:
             raise ReplayError(f"{len(self._unwritten)} batches are not in replay_buffer yet: call next() before saving")
         run = {"class": type(self).__name__, "keywords": self._plain_keywords(), "run": self.saved_run(episodes)}
-        pending = {source: each.plain for source, each in self._pending.items()}
-        write_data(file, _KIND, {**run, **self._beside_weights(), "moments": self._moments, "pending": pending})
+        pending = {source: trajectories.plain for source, trajectories in self._pending.items()}
+        write_data(file, _KIND, {**run, **self._policy_settings(), "moments": self._moments, "pending": pending})
 
     def restore(self, path: str | os.PathLike[str], *, episodes: Episodes = "continue") -> None:
         """Continue the run in a file that `save` of such a collector has written.
@@ -198,15 +199,15 @@ class CollectorBase(RunOptions, InUse, ABC):
         file = checked_path(path, episodes)
         self._check_open()
         saved = read_data(file, _KIND)
-        own = {name: value for name, value in self._plain_keywords().items() if name != "seed"}
-        check_same_run(saved, type(self), own)
+        keywords = {name: value for name, value in self._plain_keywords().items() if name != "seed"}
+        check_same_run(saved, type(self), keywords)
         self._restore(saved, episodes)
 
     def _restore(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
-        for what, own in self._beside_weights().items():
-            if own and (was := saved.get(what)) and own != was:
+        for name, value in self._policy_settings().items():
+            if value and (was := saved.get(name)) and value != was:
                 mend = "build the policy as it was, or begin another run"
-                raise ValueError(f"the policy's {what} is {own}, but {was} in the saved run: {mend}")
+                raise ValueError(f"the policy's {name} is {value}, but {was} in the saved run: {mend}")
         self.continue_run(saved["run"], episodes)
         moments = saved.get("moments")
         self._moments = None if moments is None else RunningStatistics(*moments)
@@ -232,37 +233,37 @@ class CollectorBase(RunOptions, InUse, ABC):
         devices, arguments for environments and Ray, `num_threads` and `in_process` are not saved.
         """
         saved = read_data(checked_path(path, episodes, "pass the name of a file, before create_env_fn"), _KIND)
-        cls = cls._named(saved["class"])
+        cls = cls._class_named(saved["class"])
         check_same_run(saved, cls, plain_keywords(keywords))
-        made = cls(create_env_fn, policy, **{**read_back(saved["keywords"], keywords), **keywords})
+        loaded = cls(create_env_fn, policy, **{**read_back(saved["keywords"], keywords), **keywords})
         try:
-            made._restore(saved, episodes)
+            loaded._restore(saved, episodes)
         except BaseException:
-            made.shutdown()
+            loaded.shutdown()
             raise
-        return made
+        return loaded
 
     @classmethod
-    def _named(cls, name: str) -> type[Self]:
-        """The class of a saved run, for classes that stand for others."""
+    def _class_named(cls, name: str) -> type[Self]:
+        """The class of a saved run; overridden by classes whose call builds another class (`front_door`)."""
         return cls
 
     def _plain_keywords(self) -> dict[str, Any]:
-        own = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
-        return plain_keywords(own | {**self._given})
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        return plain_keywords(values | {**self._as_passed})
 
-    def _beside_weights(self) -> dict[str, str]:
-        """A policy's head with its numbers, and its `clip`, as text; empty where there is none in this process."""
+    def _policy_settings(self) -> dict[str, str]:
+        """The policy's head with its numbers, and its `clip`, as text; empty for a policy built in the workers."""
         head, clip = "", "none" if is_policy(self.policy) else ""
-        if (own := head_of(self.policy)) is not None:
-            numbers = [f"{name}={value}" for name, value in own.values.items() if isinstance(value, float)]
-            head = f"{own.name}({', '.join(numbers)})"
+        if (found := head_of(self.policy)) is not None:
+            numbers = [f"{name}={value}" for name, value in found.values.items() if isinstance(value, float)]
+            head = f"{found.name}({', '.join(numbers)})"
         if isinstance(self.policy, Normalized):
             clip = str(self.policy.clip)
         return {"head": head, "clip": clip}
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """`shutdown`, by TorchRL's name for the end of what `start` began."""
+        """`shutdown`, by TorchRL's name for the end of a run that `start` began."""
         self.shutdown(timeout, close_env)
 
     def is_running(self) -> bool:
@@ -315,34 +316,34 @@ class CollectorBase(RunOptions, InUse, ABC):
 
     def _add_pending(self, batch: TensorDictBase) -> None:
         batch = batch.clone() if self._lends else batch
-        for part in self._in_orders(batch):
+        for part in self._split_by_order(batch):
             source = 0 if self._in_one_order else int(part["collector", "lane"].flatten()[0])
             self._pending[source] = self._pending.get(source, PendingTrajectories()).add(part)
 
     def _fill_buffer(self) -> Any:
-        """Extend `replay_buffer` with the frames of the next batch, or with the trajectories that have become whole."""
-        if not self._unwritten:  # else an exception of `extend` has kept them
-            made = [self._next_frames()] if self.trajs_per_batch is None else self._next_whole()
-            self._unwritten = [self._delivered(batch) for batch in made]
+        """Extend `replay_buffer` with the frames of the next batch, or with the trajectories that it completes."""
+        if not self._unwritten:  # otherwise `extend` raised, and gets them again
+            batches = [self._next_frames()] if self.trajs_per_batch is None else self._next_whole()
+            self._unwritten = [self._delivered(batch) for batch in batches]
         while self._unwritten:
             self._write(self._unwritten[0])
             del self._unwritten[0]
 
     def _next_whole(self) -> list[TensorDictBase]:
-        """The whole trajectories that are pending, or else those of the next batch, by `trajs_per_write`."""
+        """The whole trajectories in groups of `trajs_per_write`; collects a batch if none is whole."""
         if not any(pending.has_whole for pending in self._pending.values()):
             self._add_pending(self._next_frames())
-        made = []
+        batches = []
         for source, pending in self._pending.items():
             groups, self._pending[source] = pending.take_whole(self.trajs_per_write)
-            made += groups
-        return made
+            batches += groups
+        return batches
 
     def _write(self, batch: TensorDictBase) -> None:
         storage: Any = getattr(self.replay_buffer, "storage", None)
-        own = hasattr(storage, "admit")  # of a `ReplayBuffer`
-        flat = own and storage.ndim == 1 and batch.ndim > 1
-        if is_compact(batch) and (flat or not own):
+        ours = hasattr(storage, "admit")  # whether it is a `ReplayBuffer`, which restores next observations itself
+        flat = ours and storage.ndim == 1 and batch.ndim > 1
+        if is_compact(batch) and (flat or not ours):
             batch = next_observations(batch)
         self.replay_buffer.extend(batch.reshape(-1) if flat else batch)
 
@@ -368,5 +369,5 @@ class CollectorBase(RunOptions, InUse, ABC):
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None or self._filler is None:
             self.shutdown()
-        else:  # the exception of the block hides none of the thread's
+        else:  # the thread's exception must not replace that of the block
             self._end()

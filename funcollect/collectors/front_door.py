@@ -1,4 +1,4 @@
-"""TorchRL's one door to all collectors, `Collector`, and its names for those with workers."""
+"""`Collector`, which builds any collector as in TorchRL, and TorchRL's names for collectors with workers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Backend = Literal["direct", "process", "multiprocessing", "ray"]
 
 
 class _Door(ABCMeta):
-    """The class of classes whose call builds an object of another class, which the keywords choose.
+    """The metaclass of classes whose call builds an object of another class, which the keywords choose.
 
-    Every object of that kind is an instance of theirs. Classes that derive from them are ordinary ones.
+    Every object of the kind `_builds` is an instance of such a class. Classes derived from one are ordinary.
     """
 
     def __call__(cls, *args: Any, **keywords: Any) -> Any:
-        if "_every" in vars(cls):
+        if "_builds" in vars(cls):
             chosen, args, keywords = cls._choose(*args, **keywords)  # type: ignore[attr-defined]
             return chosen(*args, **keywords)
         return super().__call__(*args, **keywords)
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        every = vars(cls).get("_every")
-        return super().__instancecheck__(instance) if every is None else every in type(instance).__mro__
+        kind = vars(cls).get("_builds")
+        return super().__instancecheck__(instance) if kind is None else kind in type(instance).__mro__
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -40,20 +40,20 @@ class _Door(ABCMeta):
         return signature.replace(parameters=[*signature.parameters.values()][1:])
 
 
-class _Stands(metaclass=_Door):
-    """What doors share."""
+class _DoorBase(metaclass=_Door):
+    """The base class of doors. `_choose` returns the class to build, and its arguments and keywords."""
 
-    _every: ClassVar[Any] = CollectorBase  # the kind of object that a door builds
+    _builds: ClassVar[Any] = CollectorBase  # the base class of the objects that a door builds
 
     @classmethod
-    def _named(cls, name: str) -> type[Any]:
-        """The class of a saved run with this name, if it is behind the door."""
+    def _class_named(cls, name: str) -> type[Any]:
+        """The class of a saved run with this name, if the door builds it; else the door itself."""
         classes: list[type[Any]] = [SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector, RayCollector]
-        return next((kind for kind in classes if kind.__name__ == name and issubclass(kind, cls._every)), cls)
+        return next((kind for kind in classes if kind.__name__ == name and issubclass(kind, cls._builds)), cls)
 
 
 @collector
-class Collector(_Stands, SyncDataCollector):
+class Collector(_DoorBase, SyncDataCollector):
     """Builds a collector of the class that its keywords choose, all of whose keywords it takes.
 
     It is a `SyncDataCollector` unless `backend` or `num_collectors` ask for others: with ``backend="process"``, a
@@ -76,9 +76,9 @@ class Collector(_Stands, SyncDataCollector):
     backend_options: Mapping[str, Any] | None = None
     """further keywords of the class that is chosen."""
 
-    _every: ClassVar[Any] = CollectorBase
+    _builds: ClassVar[Any] = CollectorBase
 
-    def __post_init__(self) -> None:  # of a class that derives from this one
+    def __post_init__(self) -> None:  # runs only in derived classes
         for name in ("num_collectors", "sync", "backend", "backend_options"):
             if (given := getattr(self, name)) is not None:
                 raise TypeError(f"{name} is {given!r}, but {type(self).__name__} is one class: leave it out")
@@ -101,8 +101,8 @@ class Collector(_Stands, SyncDataCollector):
             check_flags(sync=sync)
         if num_collectors is not None:
             check_positive("num_collectors", num_collectors, example=2)
-        own = {"create_env_fn", "policy", "num_collectors", "num_workers", "sync", "backend"}
-        if twice := sorted({*(backend_options or {})} & {*keywords, *own}):
+        named = {"create_env_fn", "policy", "num_collectors", "num_workers", "sync", "backend"}
+        if twice := sorted({*(backend_options or {})} & {*keywords, *named}):
             raise ValueError(f"backend_options has {twice}, which are keywords of their own: give each once")
         keywords |= backend_options or {}
         if backend == "direct" or (backend is None and num_collectors is None):
@@ -121,7 +121,7 @@ class Collector(_Stands, SyncDataCollector):
 
 
 @collector
-class MultiCollector(_Stands, ProcessCollector):
+class MultiCollector(_DoorBase, ProcessCollector):
     """Builds a `MultiSyncDataCollector` if `sync` is True, else a `MultiaSyncDataCollector`, with their keywords.
 
     >>> import funcollect as fc
@@ -133,7 +133,7 @@ class MultiCollector(_Stands, ProcessCollector):
     sync: bool
     """whether a batch consists of one rollout of every worker, or of one worker."""
 
-    _every: ClassVar[Any] = ProcessCollector
+    _builds: ClassVar[Any] = ProcessCollector
 
     @staticmethod
     def _choose(*args: Any, sync: bool, **keywords: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -142,7 +142,7 @@ class MultiCollector(_Stands, ProcessCollector):
 
 
 @collector
-class AsyncCollector(_Stands, MultiaSyncDataCollector):
+class AsyncCollector(_DoorBase, MultiaSyncDataCollector):
     """Builds a `MultiaSyncDataCollector` with one worker, which is for one environment.
 
     >>> import funcollect as fc
@@ -151,7 +151,7 @@ class AsyncCollector(_Stands, MultiaSyncDataCollector):
     torch.Size([20])
     """
 
-    _every: ClassVar[Any] = MultiaSyncDataCollector
+    _builds: ClassVar[Any] = MultiaSyncDataCollector
 
     @staticmethod
     def _choose(create_env_fn: Any, *args: Any, **keywords: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Who uses a collector: one call at a time, or the thread that fills a buffer from it."""
+"""Lets one call at a time use a collector, or the thread that fills a buffer from it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def exclusive(method: _Method) -> _Method:
-    """A method that is refused after the end of the run, and while another exclusive one of the object is called."""
+    """Refuse calls of a method after the end of the run, and while another exclusive method of the object runs."""
 
     @wraps(method)
     def call(self: InUse, /, *args: Any, **kwargs: Any) -> Any:
         if self._in_use:
             self._refuse()
-        self._in_use = True  # Python changes threads and handles signals at calls, so neither before this nor after it
+        self._in_use = True  # threads switch and signals arrive only at calls, so not since the check above
         try:
             self._check_ready()
             return method(self, *args, **kwargs)
@@ -35,21 +35,21 @@ def exclusive(method: _Method) -> _Method:
 
 
 def check_extends(name: str, buffer: Any) -> None:
-    """Raise TypeError for what has no method `extend`."""
+    """Raise TypeError for an object without a method `extend`."""
     if not callable(getattr(buffer, "extend", None)):
         what = f"{name} is {type(buffer).__name__}, expected an object with a method extend(batch)"
         raise TypeError(f"{what}: pass a replay buffer, or a list")
 
 
 class _Filler:
-    """Takes every batch, in a thread that lets a collector be freed between batches, and gives it to `extend`."""
+    """A thread that gives every batch to `extend`. Between two batches it does not keep the collector alive."""
 
     def __init__(self, collector: Iterator[Any], extend: Callable[[Any], object] | None) -> None:
         self._collector, self._extend = weakref.ref(collector), extend  # None if the collector itself extends a buffer
         self.going, self.one_batch = threading.Event(), threading.Lock()  # the thread holds it for one batch
         self.going.set()
         self._stopped = False
-        self.error: BaseException | None = None  # that ended the thread, until it is raised
+        self.error: BaseException | None = None  # the one that ended the thread, until it is raised
         self.thread = threading.Thread(target=self._run, name="funcollect filler", daemon=True)
 
     def _run(self) -> None:
@@ -61,13 +61,13 @@ class _Filler:
         except BaseException as error:
             if not self._stopped:
                 self.error = error
-                told = f"the buffer is no longer filled, {type(error).__name__}: {error}"
-                warnings.warn(f"{told}; the next call of the collector raises this", RuntimeWarning, stacklevel=2)
+                what = f"the buffer is no longer filled, {type(error).__name__}: {error}"
+                warnings.warn(f"{what}; the next call of the collector raises this", RuntimeWarning, stacklevel=2)
         finally:
             self.going.clear()
 
     def _fill(self) -> bool:
-        """Add a batch, unless the filling was paused meanwhile; False once the thread has to end."""
+        """Add a batch, unless paused meanwhile; return False if the thread has to end."""
         with self.one_batch:
             if self._stopped or (collector := self._collector()) is None:
                 return False
@@ -89,7 +89,7 @@ class _Filler:
 
 
 class InUse(Iterator[TensorDictBase]):
-    """A collector whose `exclusive` methods exclude each other, and that fills a buffer from a thread."""
+    """Base class of collectors: their `exclusive` methods exclude each other, and a thread may fill a buffer."""
 
     _in_use = _closed = False
     _filler: _Filler | None = None
@@ -109,12 +109,11 @@ class InUse(Iterator[TensorDictBase]):
             raise RuntimeError("the collector fills a buffer: call pause() before")
 
     def _refuse(self) -> NoReturn:
-        """Raise RuntimeError, since an exclusive method is being called that has not returned."""
+        """Raise RuntimeError, since a call of an exclusive method has not returned."""
         self._check_ready()
-        advice = "let a signal handler or a callback only set a flag, to act on between two batches"
-        raise RuntimeError(
-            f"the collector is in use by a call that has not returned: use it in one thread at a time, and {advice}"
-        )
+        what = "the collector is in use by a call that has not returned"
+        mend = "let a signal handler or a callback only set a flag, to act on between two batches"
+        raise RuntimeError(f"{what}: use it in one thread at a time, and {mend}")
 
     def start(self, buffer: Any = None) -> None:
         """Fill a buffer in a thread, ``buffer.extend(batch)``, until the run ends or the collector is shut down.
@@ -135,9 +134,9 @@ class InUse(Iterator[TensorDictBase]):
         if self._filler is not None and self._filler.thread.is_alive():
             raise RuntimeError("the collector fills a buffer already: shut it down before another start")
         if (buffer is None) == (self.replay_buffer is None):
-            own = "no buffer" if buffer is None else "a buffer, and the collector a replay_buffer"
+            got = "no buffer" if buffer is None else "a buffer, and the collector a replay_buffer"
             mend = "pass it to start, or to the collector as replay_buffer"
-            raise TypeError(f"start has {own}, expected one to fill: {mend}")
+            raise TypeError(f"start has {got}, expected one to fill: {mend}")
         if buffer is not None:
             check_extends("buffer", buffer)
         self._filler = _Filler(self, None if buffer is None else buffer.extend)
@@ -177,7 +176,7 @@ class InUse(Iterator[TensorDictBase]):
 
     @property
     def _other_filler(self) -> _Filler | None:
-        """The filler that `start` has made, unless the calling thread is its own."""
+        """The filler, if there is one, unless it calls this in its own thread."""
         filler = self._filler
         return None if filler is None or filler.thread is threading.current_thread() else filler
 

@@ -1,4 +1,4 @@
-"""How the keywords of collectors are declared, documented, refused and saved; and TorchRL's that mean nothing here."""
+"""Declares, documents, checks and saves the keywords of collectors; lists TorchRL's that have no meaning here."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def collector(cls: type[_Class]) -> type[_Class]:
     dataclass(kw_only=True, eq=False, repr=False)(cls)
     plain = cls.__init__
     known = inspect.signature(plain).parameters.keys() - {"self"}
-    foreign = {name: each for name, each in FOREIGN.items() if name not in known}
+    foreign = {name: keyword for name, keyword in FOREIGN.items() if name not in known}
     plain.__annotations__ |= {name: hint for name, hint in get_type_hints(cls).items() if name in known}
 
     @wraps(plain)
@@ -97,7 +97,7 @@ def collector(cls: type[_Class]) -> type[_Class]:
 
 
 def _with_keywords(cls: type, keywords: Iterable[str]) -> str:
-    """The docstring of a class with a section on all its keywords, before its other sections and the example."""
+    """The docstring of a class, with a section on all keywords before its other sections and the example."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         found |= _meanings(base.__module__).get(base.__name__, {}) if is_dataclass(base) else {}
@@ -110,27 +110,27 @@ def _with_keywords(cls: type, keywords: Iterable[str]) -> str:
 
 @cache
 def _meanings(module: str) -> dict[str, dict[str, str]]:
-    """By class and attribute, the strings below attributes in the source of a module; none if there is no source."""
+    """The strings below attributes in a module's source, by class and attribute; empty if there is no source."""
     try:
         source = inspect.getsource(sys.modules[module])
     except (OSError, TypeError):
         return {}
     found: dict[str, dict[str, str]] = {}
-    for each in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
-        for pair in pairwise(each.body):
+    for definition in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
+        for pair in pairwise(definition.body):
             match pair:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                    found.setdefault(each.name, {})[name] = inspect.cleandoc(text)
+                    found.setdefault(definition.name, {})[name] = inspect.cleandoc(text)
     return found
 
 
-# Keywords that are objects, or say how a machine is used.
+# Keywords that are objects, or depend on the machine.
 _NOT_SAVED = {
     "create_env_fn", "create_env_kwargs", "policy", "policy_factory", "postproc", "device", "env_device",
     "policy_device", "storing_device", "num_threads", "in_process", "collector_class", "collector_kwargs",
     "ray_init_config", "remote_configs", "replay_buffer", "pre_collect_hook", "post_collect_hook",
 }  # fmt: skip
-_MAY_CHANGE = {"total_frames", "timeout", "start_timeout", "on_failure"}  # although they are saved
+_MAY_CHANGE = {"total_frames", "timeout", "start_timeout", "on_failure"}  # saved, but not part of the run
 _READ_BACK: Mapping[str, Callable[[Any], Any]] = {  # the inverse of `_plain`
     "exploration_type": lambda name: ExplorationType[name],
     "shard": lambda place: Shard(*place),
@@ -139,12 +139,12 @@ _A_FUNCTION = "a function"  # in place of a schedule of `exploration`
 
 
 def plain_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords that a saved run has, by name."""
+    """The keywords that are saved with a run, as plain data by name."""
     return {name: _plain(keywords[name]) for name in sorted(keywords.keys() - _NOT_SAVED)}
 
 
 def read_back(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `plain_keywords`; ValueError if a function was not saved, nor is `given`."""
+    """The inverse of `plain_keywords`; ValueError for a function, which is not saved, unless it is `given`."""
     known = {name: _READ_BACK.get(name, lambda value: value)(value) for name, value in saved.items()}
     if "exploration" not in given and _A_FUNCTION in known.get("exploration", {}).values():
         what = f"the saved run has the exploration {known['exploration']}, and functions are not saved"
@@ -152,11 +152,11 @@ def read_back(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     return known
 
 
-def check_same_run(saved: Mapping[str, Any], kind: type, own: Mapping[str, Any]) -> None:
-    """Raise ValueError for the run of another class, or with other values of keywords that define a run."""
+def check_same_run(saved: Mapping[str, Any], kind: type, keywords: Mapping[str, Any]) -> None:
+    """Raise ValueError for the run of another class, or with other values of the keywords that define a run."""
     if saved["class"] != kind.__name__:
         raise ValueError(f"the saved run is that of a {saved['class']}, this is a {kind.__name__}: use that class")
-    for name, value in own.items():
+    for name, value in keywords.items():
         was = saved["keywords"].get(name, value)
         if was != value and name not in _MAY_CHANGE:
             mend = "build the collector with that, or begin another run"

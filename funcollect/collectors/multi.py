@@ -26,27 +26,27 @@ class ProcessCollector(WorkerCollector, LocalOptions):
     """run the workers in this process, one after another, for a debugger."""
 
     def _start(self, frames: Sequence[int], whole: Callable[..., int], join: Join | None = None, *, ahead: int) -> None:
-        """Start a worker for each entry of `frames`, those of its rollouts; `whole` returns the frames of a batch."""
+        """Start a worker for each entry of `frames`, its frames per rollout; `whole(frames)` are those of a batch."""
         if jobs.listed(given := self.frames_per_batch) is not None:
-            self._fill(_given={"frames_per_batch": given}, frames_per_batch=whole(frames))
+            self._set(_as_passed={"frames_per_batch": given}, frames_per_batch=whole(frames))
         check_flags(in_process=self.in_process)
         if jobs.listed(self.storing_device) is not None:
             rule = "expected one device, on which a batch of several workers lies"
             raise TypeError(f"storing_device is {self.storing_device!r}, {rule}: pass one; RayCollector takes a list")
         self._check(options_of(self, **{name: jobs.common(getattr(self, name)) for name in jobs.DEVICES}))
         self.num_workers, seed = len(frames), seed_of(key_from_seed(self.seed))
-        self._fill(storing_device=self.options.storing_device, seed=seed)
+        self._set(storing_device=self.options.storing_device, seed=seed)
         table = jobs.rows(len(frames), jobs.columns_of(self) | {"frames_per_batch": frames})
         shards = [self.shard.within(worker, len(frames)) for worker in range(len(frames))]
-        made = [jobs.job_of(*each, policy=self.policy, seed=seed) for each in zip(table, shards, strict=True)]
+        started = [jobs.job_of(*each, policy=self.policy, seed=seed) for each in zip(table, shards, strict=True)]
         if self.in_process:
             means = in_this_process()
         else:
             from funcollect.collectors.workers.slots import over_processes  # which needs Linux or macOS
 
-            wanted = jobs.want_accelerators(made)  # without `join`, they take new weights before rollouts sent earlier
-            means = over_processes(len(made), num_threads=self.num_threads, accelerators=wanted, eager=join is None)
-        self._launch(made, means, join, ahead=ahead, level=6)
+            wanted, eager = jobs.want_accelerators(started), join is None
+            means = over_processes(len(started), num_threads=self.num_threads, accelerators=wanted, eager=eager)
+        self._launch(started, means, join, ahead=ahead, level=6)
 
 
 @collector
@@ -72,8 +72,8 @@ class MultiSyncDataCollector(ProcessCollector):
     list with the frames of each."""
     cat_results: Join = "stack"
     """``"stack"``; or ``0`` for ``[W * P, T]``, ``-1`` for ``[P, W * T]``, and for single environments ``[W * T]``
-    either way. Workers with different numbers of frames need ``-1``, or single environments with ``0``. Where rows of
-    workers follow each other in time, trajectory ids tell them apart, and no flag does."""
+    either way. Workers with different numbers of frames need ``-1``, or single environments with ``0``. If rows of
+    workers follow each other in time, only trajectory ids separate them: no flag does."""
     prefetch: bool = False
     """collect the next batch while the reader works on one. New weights act one batch later. Without it a batch
     begins when it is requested, with the weights of that moment."""
@@ -105,11 +105,11 @@ class MultiaSyncDataCollector(ProcessCollector):
     """frames in a batch, which is one worker's rollout, rounded up to a whole step of its lanes; or a list with the
     frames of each worker."""
     cat_results: Join | None = None
-    """of no effect, since a batch is one worker's."""
+    """has no effect, since a batch is one worker's."""
     max_policy_lag: int | None = None
     """the most versions by which the weights that acted in a batch may be older than the latest ones when it is
     delivered; None for no bound. A worker then waits before a rollout that might be delivered too late, and no batch is
-    dropped. That counts on as many updates between two batches as there have been at most, so the first batch is
+    dropped. This assumes as many updates between two batches as there have been at most, so the first batch is
     collected alone; batches that were begun before updates became more frequent may exceed the bound."""
     max_unread: int = 2
     """batches of each worker that may be ready, or under way, beyond the one that is delivered; then it waits."""
@@ -133,7 +133,7 @@ class MultiaSyncDataCollector(ProcessCollector):
 
 
 def check_join(cat_results: Any, *others: Any) -> None:
-    """Raise ValueError for something else than a `Join`, or one of the `others`."""
+    """Raise ValueError unless this is a `Join`, or one of the `others`."""
     if cat_results not in (*get_args(Join), *others) or isinstance(cat_results, bool):
         raise ValueError(f"cat_results is {cat_results!r}, expected 'stack', 0 or -1: pass one of them")
 

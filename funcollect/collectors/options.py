@@ -1,4 +1,4 @@
-"""The keywords of collectors: declared, documented and checked once; and what is built from them."""
+"""The keywords of collectors, declared, documented and checked once, and the environment and policy they build."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from funcollect.trajectories.whole_trajectories import TrajectoryFormat
 from funcollect.tree import Path
 
 Device = torch.device | str | None
-Hook = Callable[..., object] | None  # what it returns is not used
-HOOKS = {"pre_collect_hook": 0, "post_collect_hook": 1}  # with the number of arguments
-_NOT_WHOLE = {  # what does not go together with whole trajectories: `reset_when_done` unless set, the others if set
+Hook = Callable[..., object] | None  # its result is not used
+HOOKS = {"pre_collect_hook": 0, "post_collect_hook": 1}  # the number of arguments of each
+_NOT_WHOLE = {  # options that contradict whole trajectories: `reset_when_done` if False, the others if True
     "reset_at_each_iter": "a reset would interrupt them",
     "split_trajs": "they are split already, or for traj_format='padded' padded",
     "set_truncated": "it would cut them",
@@ -38,7 +38,7 @@ _NOT_WHOLE = {  # what does not go together with whole trajectories: `reset_when
 
 
 def check_hook(name: str, hook: Any) -> None:
-    """Raise TypeError for something else than None or a function of as many arguments."""
+    """Raise TypeError unless a hook is None, or a function of as many arguments as `HOOKS` has."""
     if hook is not None:
         check_function(name, hook, ("a function without arguments", "a function of a batch")[HOOKS[name]], HOOKS[name])
 
@@ -64,15 +64,15 @@ class Shard:
         check_positive("count", self.count, example=2)
 
     def within(self, worker: int, count: int) -> Shard:
-        """The shard of one of `count` workers that a collector with this shard has."""
+        """The shard of one of the `count` workers of a collector with this shard."""
         return Shard(self.index * count + worker, self.count * count)
 
 
-FRAMES = 1000  # that are collected at a time for `trajs_per_batch`, where `frames_per_batch` is not given
+FRAMES = 1000  # collected at a time for `trajs_per_batch` if `frames_per_batch` is not given
 
 
 class WorkerShard(Shard):
-    """A part of a run whose parts have different numbers of workers: `index` is its first worker, `count` are all."""
+    """A shard of a run whose parts have different numbers of workers: `index` is its first worker, `count` are all."""
 
     @override
     def within(self, worker: int, count: int) -> Shard:
@@ -121,7 +121,7 @@ class RunOptions:
     """how `trajs_per_batch` delivers them: ``"cat"`` for one after another, ``[F]``; ``"padded"`` for ``[N, Tmax]``
     with zeros where ``("collector", "mask")`` is False."""
     replay_buffer: Any = None
-    """what gets every batch, by its method ``extend``: a buffer, or a list, which gets rows. The iteration then yields
+    """the object whose ``extend`` gets every batch: a buffer, or a list, which gets rows. The iteration then yields
     None, and `start` without an argument fills it in a thread. A `ReplayBuffer` whose storage has ``ndim=1`` gets the
     frames as ``[F]``; with `trajs_per_batch`, any buffer gets trajectories once they are whole, one after another,
     ``[F]``. If ``extend`` raises, the next call gives it the same frames again."""
@@ -139,7 +139,7 @@ class RunOptions:
     compact_obs: bool = False
     """leave out the next observations that the following frames have; `next_observations` restores them."""
     update_statistics: bool = False
-    """add each batch to the running statistics of a policy that `normalized` has made, when the next batch is
+    """add each batch to the running statistics of a policy that `normalized` returned, when the next batch is
     requested. Until then ``policy.statistics`` and `state_dict` hold the statistics that acted in the batch."""
 
 
@@ -152,7 +152,7 @@ class LocalOptions(RunOptions):
     update_at_each_batch: bool = False
     """before each batch, take the policy's weights as they are then, as a new policy version."""
     shard: Shard = Shard()
-    """which lanes are its own, if it is a part of a larger run."""
+    """which lanes the collector has, if it is a part of a larger run."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -173,7 +173,7 @@ class RunnerOptions(LocalOptions):
 class Options(RunnerOptions):
     """The keywords of one runner, checked: TypeError or ValueError for a value out of its range, naming the keyword."""
 
-    env_device_given: bool = field(init=False, default=False)  # else it is `device`
+    env_device_given: bool = field(init=False, default=False)  # by the user, not taken from `device`
 
     def __post_init__(self) -> None:
         check_positive("frames_per_batch", self.frames_per_batch)
@@ -209,10 +209,9 @@ class Options(RunnerOptions):
             check_extends("replay_buffer", buffer)
         arguments.check_optional_positive("trajs_per_write", write)
         if buffer is not None and self.split_trajs and self.postproc is None:
+            what = "split_trajs is True, so replay_buffer would store padding, expected rows without"
             mend = "pass trajs_per_batch for whole trajectories, or a postproc that leaves the padding out"
-            raise ValueError(
-                f"split_trajs is True, so replay_buffer would store padding, expected rows without: {mend}"
-            )
+            raise ValueError(f"{what}: {mend}")
         if write is not None and (buffer is None or self.trajs_per_batch is None):
             raise ValueError(f"trajs_per_write is {write}, but trajs_per_batch or replay_buffer is None: pass both")
         for name in HOOKS:
@@ -249,7 +248,7 @@ class Options(RunnerOptions):
         )
 
     def finish(self, batch: TensorDictBase) -> TensorDictBase:
-        """The batch for the caller: moved, split, post-processed, without keys that begin with an underscore."""
+        """The batch as it is delivered: moved, split, post-processed, without keys that begin with an underscore."""
         if self.storing_device is not None and batch.device != self.storing_device:
             batch = batch.to(self.storing_device)
         if self.track_policy_version:
@@ -267,10 +266,10 @@ class Options(RunnerOptions):
         return batch.exclude(*hidden, inplace=True) if hidden else batch
 
 
-def options_of(collector: RunOptions, **own: Any) -> Options:
-    """The checked options of a collector: its keywords, and `own` in place of those that it does not have."""
+def options_of(collector: RunOptions, **others: Any) -> Options:
+    """The checked options of a collector: its keywords, with `others` in place of the same ones."""
     names = {each.name for each in fields(Options) if each.init} & {*vars(collector)}
-    return Options(**{name: getattr(collector, name) for name in names} | own)
+    return Options(**{name: getattr(collector, name) for name in names} | others)
 
 
 def _hidden(batch: TensorDictBase, prefix: Path = ()) -> list[Path]:
@@ -291,7 +290,7 @@ class SourceOptions:
     create_env_kwargs: Mapping[str, Any] | None = None
     """keyword arguments for `make_env` or for the callable."""
     policy_factory: Callable[[], Any] | None = None
-    """makes the policy, in place of `policy`."""
+    """a function that makes the policy, in place of `policy`."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -320,12 +319,12 @@ class RunnerSpec(SourceOptions):
             raise TypeError("policy_factory returned None, expected a policy: return it")
         env = make_env(self.create_env_fn, **(self.create_env_kwargs or {}))
         # `device` may name an accelerator for the policy while simulators stay on the host; `env_device` may not.
-        given = options.env_device if env.backend != "host" or options.env_device_given else None
+        wanted = options.env_device if env.backend != "host" or options.env_device_given else None
         if env.backend in ("torch", "device"):
-            own = str(checked_device(env.device))
+            actual = str(checked_device(env.device))
         else:
-            own = default_device_type() if env.backend == "jax" else "cpu"
-        if given is not None and own not in (str(given), torch.device(given).type):
+            actual = default_device_type() if env.backend == "jax" else "cpu"
+        if wanted is not None and actual not in (str(wanted), torch.device(wanted).type):
             mend = "build the environment there, or leave env_device out"
-            raise ValueError(f"env_device is {given}, but {env!r} runs on {own}: {mend}")
+            raise ValueError(f"env_device is {wanted}, but {env!r} runs on {actual}: {mend}")
         return env, as_policy(policy, env, options.policy_device)

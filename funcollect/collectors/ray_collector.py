@@ -31,8 +31,9 @@ from funcollect.messages import shown
 from funcollect.trajectories.final_observations import attach, detach
 
 _OF_ACTORS = ("collector_kwargs", "remote_configs")
+# Keywords that may be lists with a value for each collector.
 _LISTS = ("create_env_fn", *DEVICES, "create_env_kwargs", "policy_factory", "storing_device", *_OF_ACTORS)
-_NESTED = ("num_threads", "timeout", "start_timeout", "on_failure")  # also for collectors that have workers
+_NESTED = ("num_threads", "timeout", "start_timeout", "on_failure")  # passed on to collectors that have workers
 _TO_REPORT = 10.0  # seconds that a collector in an actor has to report the failure of its own workers
 _CLASSES = (SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector)
 _OF_RUN = {each.name for each in fields(RunOptions)} - {"reset_when_done", "set_truncated"}
@@ -42,7 +43,7 @@ _NOT_FOR_ACTORS = dict.fromkeys(_OF_RUN, "it holds for the whole run: give it to
     "shard": "RayCollector gives it",
     "in_process": "its workers are processes beside the actor",
 }
-_NOT_REMOTE = {
+_NOT_REMOTE = {  # options of Ray that are refused, and why
     "lifetime": "an actor ends with its collector",
     "name": "the actor that replaces one would find its name taken",
     "get_if_exists": "each collector has its own actor",
@@ -65,7 +66,7 @@ class RayCollector(WorkerCollector):
     `collector_class` has workers itself, its batches ([K, P, T], depending on `cat_results`) replace [P, T].
 
     Collector ``i`` with K workers of P environments owns the lanes ``i * K * P`` to ``(i + 1) * K * P - 1``. The same
-    lanes collect the same data, bit for bit, as in the workers of `MultiSyncDataCollector`. Failures are as there.
+    lanes collect the same data, bit for bit, as in a `MultiSyncDataCollector`, which also handles failures alike.
     Batches are copied once out of Ray's object store, into memory that is reused once no view of it is alive. Weights
     are put into the object store once per update.
 
@@ -107,23 +108,23 @@ class RayCollector(WorkerCollector):
     """with `sync`, collect the next batch while the reader works on one."""
 
     def __post_init__(self) -> None:
-        self._check_own()
+        self._check_ray_keywords()
         if type(self.reset_at_each_iter) is int and self.reset_at_each_iter == 0:
-            self._fill(reset_at_each_iter=False)  # TorchRL's documentation passes -False
+            self._set(reset_at_each_iter=False)  # TorchRL's documentation passes -False
         lists = {name: getattr(self, name) for name in _LISTS}
         count = _number_of_collectors(lists, self.num_collectors)
         self._check_inner_ends(self.collector_kwargs)
         devices = {name: lists[name] if listed(lists[name]) is None else None for name in DEVICES}
-        self._check(options_of(self, **devices, storing_device=self._stored(count)))
-        self._fill(seed=seed_of(key_from_seed(self.seed)))
+        self._check(options_of(self, **devices, storing_device=self._delivery_device(count)))
+        self._set(seed=seed_of(key_from_seed(self.seed)))
         defaults = {name: each.default for name, each in self.__dataclass_fields__.items()}
         nested, workers = issubclass(self.collector_class, WorkerCollector), self.num_workers_per_collector
-        own = {name: value for name, value in columns_of(self).items() if value is not defaults[name]}
-        own |= {name: getattr(self, name) for name in (*_OF_ACTORS, *(_NESTED if nested else ()))}
-        own["frames_per_batch"] = shares(self.frames_per_batch, count)[0] if self.sync else self.frames_per_batch
-        self._columns = own
+        columns = {name: value for name, value in columns_of(self).items() if value is not defaults[name]}
+        columns |= {name: getattr(self, name) for name in (*_OF_ACTORS, *(_NESTED if nested else ()))}
+        columns["frames_per_batch"] = shares(self.frames_per_batch, count)[0] if self.sync else self.frames_per_batch
+        self._columns = columns
         jobs = self._jobs(count, self._columns, Shard(0, count * workers), workers, self.policy)
-        self._since = dict.fromkeys(range(count), 0)  # batches of each collector since it was sent weights
+        self._since_update = dict.fromkeys(range(count), 0)  # batches of each collector since it was sent weights
         from funcollect.collectors.cluster.transport import over_ray  # imports Ray
 
         wanted = want_accelerators(jobs)
@@ -133,7 +134,7 @@ class RayCollector(WorkerCollector):
         self._launch(jobs, means, "stack" if self.sync else None, ahead=ahead, level=5, grace=grace)
         self.num_collectors = count
 
-    def _check_own(self) -> None:
+    def _check_ray_keywords(self) -> None:
         if not isinstance(kind := self.collector_class, type) or not issubclass(kind, _CLASSES):
             names = f"{', '.join(each.__name__ for each in _CLASSES)} or a class derived from one"
             raise TypeError(f"collector_class is {shown(kind)}, expected {names}: pass that")
@@ -150,21 +151,21 @@ class RayCollector(WorkerCollector):
 
     def _check_inner_ends(self, collector_kwargs: Any) -> None:
         """Raise ValueError if the collectors in the actors would cut trajectories that have to be whole."""
-        for row in _each_of(collector_kwargs) if self.trajs_per_batch is not None else ():
+        for row in _kwargs_of_each(collector_kwargs) if self.trajs_per_batch is not None else ():
             for name, whole in (("set_truncated", False), ("reset_when_done", True)):
                 if row.get(name, whole) is not whole:
                     what = f"collector_kwargs has {name}={row[name]!r}, which does not go together with trajs_per_batch"
                     raise ValueError(f"{what}: leave one of them out")
 
-    def _stored(self, count: int) -> Device:
-        """The device of all batches; None if each collector has its own."""
+    def _delivery_device(self, count: int) -> Device:
+        """The device of all batches; None if each collector has its own, which `_storing` holds then."""
         given = (row["storing_device"] for row in rows(count, {"storing_device": self.storing_device}))
-        each = [checked_device(device, "storing_device") for device in given]
-        alike = len({*each}) == 1
+        devices = [checked_device(device, "storing_device") for device in given]
+        alike = len({*devices}) == 1
         if self.sync and not alike:
             raise ValueError(f"storing_device is {self.storing_device}, expected one for sync=True: pass one device")
-        self._storing: dict[int, Device] = {} if alike else dict(enumerate(each))
-        return each[0] if alike else None
+        self._storing: dict[int, Device] = {} if alike else dict(enumerate(devices))
+        return devices[0] if alike else None
 
     def _jobs(self, count: int, columns: Mapping[str, Any], shard: Shard, workers: int, policy: Any) -> list[Job]:
         """The checked jobs of `count` actors, each with a collector of `workers` workers.
@@ -175,17 +176,17 @@ class RayCollector(WorkerCollector):
         """
         assert self.seed is not None
         kind, jobs, nested = self.collector_class, [], issubclass(self.collector_class, WorkerCollector)
-        every = signature(kind).parameters.keys()
-        known, foreign = every - _NOT_FOR_ACTORS.keys(), {name: FOREIGN[name] for name in FOREIGN.keys() - every}
+        accepted = signature(kind).parameters.keys()
+        known, foreign = accepted - _NOT_FOR_ACTORS.keys(), {name: FOREIGN[name] for name in FOREIGN.keys() - accepted}
         for index, row in enumerate(rows(count, columns, copies=workers)):
             config = dict(row.pop("remote_configs", None) or {})
             check_not_given("remote_configs", config, _NOT_REMOTE)
-            own = without_foreign("collector_kwargs", foreign, dict(row.pop("collector_kwargs", None) or {}))
-            check_not_given("collector_kwargs", own, _NOT_FOR_ACTORS)
-            if kind in _CLASSES and (unknown := sorted(own.keys() - known)):  # a derived class checks its own
+            further = without_foreign("collector_kwargs", foreign, dict(row.pop("collector_kwargs", None) or {}))
+            check_not_given("collector_kwargs", further, _NOT_FOR_ACTORS)
+            if kind in _CLASSES and (unknown := sorted(further.keys() - known)):  # a derived class checks its own
                 what = f"collector_kwargs has {unknown}, which {kind.__name__} lacks, expected some of {sorted(known)}"
                 raise TypeError(f"{what}: check the spelling, or pass another collector_class")
-            (row,) = rows(1, row | own)
+            (row,) = rows(1, row | further)
             place = (WorkerShard if nested else Shard)(shard.index + index * workers, shard.count)
             job = job_of(row, place, policy=policy, seed=self.seed)
             del row["create_env_fn"]
@@ -200,13 +201,13 @@ class RayCollector(WorkerCollector):
         return len(self.run.workers)
 
     @override
-    def _in_orders(self, batch: TensorDictBase) -> Sequence[TensorDictBase]:
+    def _split_by_order(self, batch: TensorDictBase) -> Sequence[TensorDictBase]:
         if self._in_one_order or not self.sync:
             return [batch]
         final = detach(batch.unlock_())
         parts = [part.clone(recurse=False) for part in batch.unbind(0)]  # each is of one worker of a collector
         for part in parts:
-            attach(part, final)  # each finds its own among them
+            attach(part, final)  # those of all parts; `next_observations` finds the part's own
         return parts
 
     @override
@@ -214,11 +215,11 @@ class RayCollector(WorkerCollector):
         if self.update_after_each_batch or self.max_weight_update_interval >= 0:
             limit = 1 if self.update_after_each_batch else max(self.max_weight_update_interval, 1)
             gathered = {*self.run.gathered} & {*self.run.workers}
-            if late := [worker for worker in sorted(gathered) if self._since[worker] >= limit]:
+            if late := [worker for worker in sorted(gathered) if self._since_update[worker] >= limit]:
                 self.update_policy_weights_(worker_ids=late)
         batch = self.rollout()
         for worker in self.run.gathered:
-            self._since[worker] += 1
+            self._since_update[worker] += 1
         device = self._storing.get(self.run.gathered[0])
         return batch if device is None else batch.to(device)
 
@@ -227,7 +228,7 @@ class RayCollector(WorkerCollector):
         self, params: Any = None, worker_ids: int | Sequence[int] | None = None, *, policy_or_weights: Any = None
     ) -> None:
         super().update_policy_weights_(params, worker_ids, policy_or_weights=policy_or_weights)
-        self._since |= dict.fromkeys(self.run.chosen(worker_ids), 0)
+        self._since_update |= dict.fromkeys(self.run.chosen(worker_ids), 0)
 
     def add_collectors(
         self,
@@ -250,13 +251,13 @@ class RayCollector(WorkerCollector):
         no value for later collectors.
         """
         self._check_open()
-        own = {"create_env_fn": create_env_fn, "collector_kwargs": collector_kwargs, "remote_configs": remote_configs}
+        new = {"create_env_fn": create_env_fn, "collector_kwargs": collector_kwargs, "remote_configs": remote_configs}
         self._check_inner_ends(collector_kwargs)
-        count = _number_of_collectors(own)
+        count = _number_of_collectors(new)
         workers = self.num_workers_per_collector if num_envs is None else num_envs
         check_positive("num_envs", workers)
         columns = {name: given for name, given in self._columns.items() if listed(given) is None}
-        columns |= {name: given for name, given in own.items() if given is not None or name == "create_env_fn"}
+        columns |= {name: given for name, given in new.items() if given is not None or name == "create_env_fn"}
         if policy is not None:
             columns.pop("policy_factory", None)
         elif self.policy is None and self.policy_factory is not None and "policy_factory" not in columns:
@@ -265,7 +266,7 @@ class RayCollector(WorkerCollector):
         place = Shard(last.options.shard.index + last.keywords.get("num_workers", 1), last.options.shard.count)
         jobs = self._jobs(count, columns, place, workers, self.policy if policy is None else policy)
         added = self.run.add(jobs, self._check_newcomer)
-        self._since |= dict.fromkeys(added, 0)
+        self._since_update |= dict.fromkeys(added, 0)
         self.num_collectors = self.num_workers
         return added
 
@@ -296,11 +297,11 @@ class RayCollector(WorkerCollector):
 
     @override
     def load_state_dict(self, state_dict: Any) -> None:
-        """As the other collectors' method; one dict in place of a list is for all collectors.
+        """See `SyncDataCollector.load_state_dict`; one dict in place of a list is for all collectors.
 
         TypeError or ValueError if it is no `state_dict` of collectors that were added and removed as these were.
         """
-        if isinstance(state_dict, Mapping):  # one for all
+        if isinstance(state_dict, Mapping):
             state_dict = [{**state_dict, "place": place} for place in self._places]
         saved = listed(state_dict)
         if not saved or not all(isinstance(each, Mapping) and {"place", "run"} <= each.keys() for each in saved):
@@ -317,22 +318,22 @@ class RayCollector(WorkerCollector):
 
     @override
     def saved_run(self, episodes: Episodes | None) -> dict[str, Any]:
-        since = [self._since[worker] for worker in self.run.workers]
-        own = {"since": since, "collectors": self._of_collectors} if episodes else {}
-        return {**super().saved_run(episodes), **own, "places": self._places}
+        since = [self._since_update[worker] for worker in self.run.workers]
+        ours = {"since": since, "collectors": self._collector_settings} if episodes else {}
+        return {**super().saved_run(episodes), **ours, "places": self._places}
 
     @property
-    def _of_collectors(self) -> list[Any]:
+    def _collector_settings(self) -> list[Any]:
         """The class of the collectors, and the numbers and flags among their further keywords."""
         plain = (bool, int, float, str, type(None))
-        table = _each_of(self.collector_kwargs)
+        table = _kwargs_of_each(self.collector_kwargs)
         kept = [[[name, row[name]] for name in sorted(row) if isinstance(row[name], plain)] for row in table]
         return [self.collector_class.__name__, kept]
 
     @override
     def continue_run(self, saved: Mapping[str, Any], episodes: Episodes | None) -> None:
-        if episodes and (was := saved["collectors"]) != (own := self._of_collectors):
-            what = f"collector_class and collector_kwargs are {own}, but {was} in the saved run"
+        if episodes and (was := saved["collectors"]) != (now := self._collector_settings):
+            what = f"collector_class and collector_kwargs are {now}, but {was} in the saved run"
             raise ValueError(f"{what}: build the collector with those, or begin another run")
         if saved["places"] != self._places:
             what = f"the saved collectors have the places {saved['places']} (first worker, workers at the beginning)"
@@ -340,10 +341,10 @@ class RayCollector(WorkerCollector):
             raise ValueError(f"{what}, these have {self._places}, so ids would be used twice: {mend}")
         super().continue_run(saved, episodes)
         if episodes:
-            self._since |= dict(zip(self.run.workers, saved["since"], strict=True))
+            self._since_update |= dict(zip(self.run.workers, saved["since"], strict=True))
 
 
-def _each_of(collector_kwargs: Any) -> Sequence[Mapping[str, Any]]:
+def _kwargs_of_each(collector_kwargs: Any) -> Sequence[Mapping[str, Any]]:
     return [collector_kwargs or {}] if isinstance(collector_kwargs, (Mapping, type(None))) else collector_kwargs
 
 

@@ -1,4 +1,4 @@
-"""`SyncDataCollector`: collection in this process, one batch after another, and in each worker."""
+"""`SyncDataCollector`: collects batches one after another, in this process and in each worker."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _SAVED = ("policy_state_dict", "own_weights", *COUNTS, "policy_state", "frames",
 
 def given_weights(params: Any, policy_or_weights: Any, policy: Any) -> Any:
     """The parameters that a call passes; None for the policy's own, also if the policy itself is passed."""
-    given = policy_or_weights if params is None else params
-    own = given is policy or (isinstance(policy, TorchBacked) and policy.owns(given))
-    return None if own else given
+    weights = policy_or_weights if params is None else params
+    are_own = weights is policy or (isinstance(policy, TorchBacked) and policy.owns(weights))
+    return None if are_own else weights
 
 
 def check_saved(state_dict: Any, names: Sequence[str]) -> None:
@@ -78,7 +78,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
     [torch.Size([50]), torch.Size([50])]
     """
 
-    _interrupted = False  # whether the state cannot be used again
+    _interrupted = False  # whether an exception has left the state unusable
 
     def __post_init__(self) -> None:
         source = RunnerSpec(**{each.name: getattr(self, each.name) for each in fields(RunnerSpec)})
@@ -86,20 +86,20 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         if self.warning:
             warnings.warn(self.warning, stacklevel=4)
         self._check_statistics()
-        self._fill(**{name: getattr(self.options, name) for name in ("storing_device", "env_device", "policy_device")})
+        self._set(**{name: getattr(self.options, name) for name in ("storing_device", "env_device", "policy_device")})
 
     @classmethod
     def of_worker(cls, source: RunnerSpec, options: Options, seed: int) -> Self:
-        """The collector of a worker, without the checks, which the parent made; keywords for it alone stay unset."""
-        made = cls.__new__(cls)
-        made.seed = seed
-        made.pre_collect_hook, made.post_collect_hook = options.pre_collect_hook, options.post_collect_hook
-        made._build(source, options)
-        return made
+        """The collector of a worker. The parent has checked the keywords; those for the parent alone stay unset."""
+        runner = cls.__new__(cls)
+        runner.seed = seed
+        runner.pre_collect_hook, runner.post_collect_hook = options.pre_collect_hook, options.post_collect_hook
+        runner._build(source, options)
+        return runner
 
     def _build(self, source: RunnerSpec, options: Options) -> None:
         self.options, self.params, self.frames = options, None, 0
-        self._latest, self._counted = (None, 0), 0  # weights and their version, exchanged at once; that of the state
+        self._latest, self._counted = (None, 0), 0  # (weights, version), replaced together; the version in the state
         self.env, self.policy = source.build(options)
         shard, lanes = options.shard, self.env.num_envs or 1
         self.lanes = shard.count * lanes
@@ -115,7 +115,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         self.warning = own_action_warning(self.policy, options.init_random_frames)  # for the user; may be empty
         self.length = math.ceil(options.frames_per_batch / lanes)
         self._request = options.request(self.length, self.lanes)
-        self.loops: Mapping[str, api.RunLoop] = api.LOOPS  # what runs the rollouts, by `Route.loop`
+        self.loops: Mapping[str, api.RunLoop] = api.LOOPS  # the loops for rollouts, by `Route.loop`
 
     @property
     @override
@@ -128,7 +128,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         return self.rollout()
 
     def begin_batch(self) -> None:
-        """Call the hook, reset, or count new weights, if the keywords ask for that before each batch."""
+        """Call the hook, reset, and take the weights as a new version, as far as the keywords ask for it."""
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
         if self.options.reset_at_each_iter and self._batches:
@@ -166,7 +166,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         return batch
 
     def show(self, batch: TensorDictBase) -> TensorDictBase:
-        """Return a batch that the hook has seen, if there is one."""
+        """Call the hook, if there is one, and return the batch, which it may have changed."""
         if self.post_collect_hook is not None:
             self.post_collect_hook(batch)
         return batch
@@ -176,15 +176,15 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         return self.show(super()._delivered(batch))
 
     def _recover(self) -> bool:
-        """After an interruption, begin new episodes in all lanes, since simulators may stand anywhere; return True."""
+        """After an interruption, begin new episodes in all lanes, since simulators may be in any state; return True."""
         if interrupted := self._interrupted:
-            self.state = api.recover(self.env, self.state)  # as its memory may have been used, too
+            self.state = api.recover(self.env, self.state)  # whose memory may have been reused, too
             self._interrupted = False
         return interrupted
 
     @contextmanager
     def _changing(self, *refusals: type[Exception]) -> Iterator[None]:
-        """An exception in the block interrupts the run, except for these, which leave the state as it was."""
+        """Mark the run as interrupted if the block raises anything but `refusals`, which leave the state unchanged."""
         try:
             yield
         except BaseException as error:
@@ -236,11 +236,11 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         self.params, self._latest = params, (params, version)
 
     def _take_latest(self) -> Any:
-        """The latest weights, whose version number the state has afterwards."""
+        """Return the latest weights, and write their version into the state."""
         params, version = self._latest
-        if version != self._counted:  # of an array over JAX environments, which has to stay one
-            own = self.state.policy_version + (version - self._counted)
-            self.state, self._counted = self.state.replace(policy_version=own), version
+        if version != self._counted:  # added, since over JAX environments the state has an array
+            updated = self.state.policy_version + (version - self._counted)
+            self.state, self._counted = self.state.replace(policy_version=updated), version
         return params
 
     @override
@@ -259,7 +259,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
     @exclusive
     def saved_run(self, episodes: Episodes | None) -> dict[str, Any]:
         if episodes is not None:
-            self._recover()  # as the next rollout would
+            self._recover()  # as the next rollout would do
         return self._saved(episodes)
 
     def _saved(self, episodes: Episodes | None) -> dict[str, Any]:
@@ -279,19 +279,19 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
             self._continue(saved, lambda: resume(self.env, self.state, saved))
             return
         data, shard = from_data(*saved["state"]), self.options.shard
-        was, own = (data["lanes"][0], data["total_lanes"]), (shard.index * self.state.num_lanes, self.lanes)
-        if was != own:
+        was, now = (data["lanes"][0], data["total_lanes"]), (shard.index * self.state.num_lanes, self.lanes)
+        if was != now:
             mend = "build it with as many workers and environments, and the same shard"
-            what = f"the saved run begins with lane {was[0]} of {was[1]}, this one with lane {own[0]} of {own[1]}"
+            what = f"the saved run begins with lane {was[0]} of {was[1]}, this one with lane {now[0]} of {now[1]}"
             raise ValueError(f"{what}: {mend}")
         if saved["own_weights"] and saved["policy_state_dict"]:
             check_dtypes(self.policy.state_dict(None), saved["policy_state_dict"])
-        before, state = self.state, partial(restore, data, self.env, self.policy, episodes=episodes)
+        before, make_state = self.state, partial(restore, data, self.env, self.policy, episodes=episodes)
         try:
-            self._continue(saved, state)
+            self._continue(saved, make_state)
             api.close(before)
-        except InUseError:  # an instance, of which there is one
-            self._continue(saved, partial(state, over=before))
+        except InUseError:  # the environment is a single live instance, which `before` uses
+            self._continue(saved, partial(make_state, over=before))
 
     def _continue(self, saved: Mapping[str, Any], make_state: Callable[[], CollectorState]) -> None:
         """Continue with saved weights and counts, and with the state that `make_state` returns."""
@@ -318,12 +318,12 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
 
 
 class RolloutTimes(NamedTuple):
-    """What a collector did for some time, in seconds. Rollouts and what lies between them make up all of it."""
+    """Where a collector spent its time, in seconds. Rollouts and the time between them add up to all of it."""
 
-    loop: str  # which ran
-    frames: int  # that were collected
-    seconds: float  # of all
-    parts: Mapping[str, float]  # of the rollouts
+    loop: str  # the name of the one that ran
+    frames: int  # collected
+    seconds: float  # in all
+    parts: Mapping[str, float]  # of the rollouts, by name
     busy: float  # CPU time of the process between them
 
     @property
@@ -333,7 +333,7 @@ class RolloutTimes(NamedTuple):
 
 
 def timed(runner: SyncDataCollector) -> Callable[[], RolloutTimes]:
-    """Time the rollouts of a collector, until the result is called: that ends it, and returns the times."""
+    """Time the rollouts of a collector. Returns a function that ends this, and returns the times."""
     loops, frames = TimedLoops(api.LOOPS), runner.frames
     runner.loops, cpu, began = loops, time.process_time(), time.perf_counter()
 

@@ -1,4 +1,4 @@
-"""The base class of collectors with workers: everything except where the workers live and what makes a batch."""
+"""The base class of collectors with workers. Subclasses decide where workers live, and which of them share a batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from funcollect.processes.pool import FailurePolicy, OnFailure
 from funcollect.protocols import is_policy
 
 _View = Literal["aggregate", "per_worker", "both"]
-_KEPT = (
+_COPIES_WARNING = (
     "the reader keeps every batch, so from now on it gets copies of those in shared memory: if you keep only some of "
     "them, copy those, batch.clone(), and release the others"
 )
@@ -47,15 +47,15 @@ _KEPT = (
 
 @collector
 class WorkerCollector(CollectorBase):
-    """The base class of collectors with workers. Nothing is ever dropped: workers wait for a slow reader.
+    """The base class of collectors with workers. No batch is ever dropped: workers wait for a slow reader.
 
     Attributes:
-        run: the workers, for a larger run that this collector is a part of.
+        run: the workers; read by a larger run that this collector is a part of.
     """
 
     policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None
     """makes the policy in each worker, in place of a copy of `policy`; or a list with one for each. If both are given,
-    those in the workers get the weights of `policy`, from the beginning and by `update_policy_weights_`."""
+    policies in the workers get the weights of `policy`, from the beginning and by `update_policy_weights_`."""
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
     """keyword arguments for `make_env` or the callables; or a list with a dict for each worker."""
     device: Device | Sequence[Device] = None
@@ -78,7 +78,7 @@ class WorkerCollector(CollectorBase):
     run: WorkerRun = field(init=False)
 
     _lends = True
-    _warned = False  # that batches are copies
+    _warned = False  # whether the user was warned that batches are copies
 
     def _check(self, options: Options) -> None:
         """Store the checked options, and check the keywords that are not among them."""
@@ -118,7 +118,7 @@ class WorkerCollector(CollectorBase):
             raise
 
     def _check_whole_trajectories(self, infos: Sequence[WorkerInfo]) -> None:
-        """With `trajs_per_batch`, raise ValueError unless all trajectories end, and lanes of one order keep pace."""
+        """With `trajs_per_batch`, raise ValueError unless all trajectories end, and workers of one order keep pace."""
         if self.trajs_per_batch is None:
             return
         for info in infos:
@@ -160,7 +160,7 @@ class WorkerCollector(CollectorBase):
         self.frames += batch.numel()
         if not self._warned and self.run.copies:
             self._warned = True
-            warnings.warn(_KEPT, stacklevel=6)  # where the loop over the batches stands
+            warnings.warn(_COPIES_WARNING, stacklevel=6)  # the line of the user's loop over the batches
         return batch
 
     @exclusive
@@ -193,8 +193,8 @@ class WorkerCollector(CollectorBase):
         if shapes is None:
             raise TypeError(f"{self.run.info.label} has no parameters that can be set, expected an environment in JAX")
         parts = [
-            part_of_lanes(params, shapes, sum(lanes), slice(end - own, end))
-            for own, end in zip(lanes, itertools.accumulate(lanes), strict=True)
+            part_of_lanes(params, shapes, sum(lanes), slice(end - count, end))
+            for count, end in zip(lanes, itertools.accumulate(lanes), strict=True)
         ]
         self.run.call_each("set_env_params", [dumps((part, at_once)) for part in parts])
 
@@ -209,7 +209,7 @@ class WorkerCollector(CollectorBase):
     def _reseed(self, seed: int) -> int:
         key_from_seed(seed)
         self.run.set_seed(seed)
-        self._fill(seed=seed)
+        self._set(seed=seed)
         return sum(self.run.lanes)
 
     def update_policy_weights_(
@@ -227,25 +227,25 @@ class WorkerCollector(CollectorBase):
         rollout.
         """
         self._check_open()
-        each = params if policy_or_weights is None else policy_or_weights
-        by_worker = worker_ids is None and _has_int_keys(each) and not _has_int_keys(getattr(self.policy, "params", 0))
+        given = params if policy_or_weights is None else policy_or_weights
+        by_worker = worker_ids is None and _has_int_keys(given) and not _has_int_keys(getattr(self.policy, "params", 0))
         if by_worker or worker_ids is not None:
             for name in ("update_statistics", "update_at_each_batch", "max_policy_lag"):
                 if getattr(self, name, None) not in (None, False):
                     what = f"{name} is {getattr(self, name)}, so all workers get the same weights for each batch"
                     raise ValueError(f"{what}: give none by worker")
         if by_worker:
-            workers = self.run.chosen([*each])
+            workers = self.run.chosen([*given])
             for worker in workers:
-                self.run.weights.prepare(given_weights(each[worker], None, self.policy))
+                self.run.weights.prepare(given_weights(given[worker], None, self.policy))
             for worker in workers:
-                self.update_policy_weights_(each[worker], worker)
+                self.update_policy_weights_(given[worker], worker)
             return
         workers = self.run.chosen(worker_ids)
-        given = given_weights(params, policy_or_weights, self.policy)
-        self.run.weights.update(given, workers)
+        weights = given_weights(params, policy_or_weights, self.policy)
+        self.run.weights.update(weights, workers)
         if worker_ids is None:
-            self.params = given
+            self.params = weights
 
     @override
     def get_policy_version(self) -> int:
@@ -278,15 +278,15 @@ class WorkerCollector(CollectorBase):
         has collected, with ``"per_worker"`` these alone. No worker is waited for, so TorchRL's `timeout` has no effect.
         """
         arguments.check_choice("workers", workers, get_args(_View))
-        run, own = self.run, dict[str, float]()
+        run, per_worker = self.run, dict[str, float]()
         progress = {worker: run.records[worker].progress or Progress() for worker in run.workers}
         for worker, each in progress.items() if workers != "aggregate" else ():
-            own |= {f"worker_{worker}/{name}": getattr(each, name) for name in ("frames", "batches")}
+            per_worker |= {f"worker_{worker}/{name}": getattr(each, name) for name in ("frames", "batches")}
         if workers == "per_worker":
-            return own
+            return per_worker
         return {
             **super().stats(),
-            **own,
+            **per_worker,
             "workers": len(run.workers),
             "workers_alive": 0 if run.closed else len(run.workers),
             "worker_frames": sum(each.frames for each in progress.values()),

@@ -1,6 +1,6 @@
-"""Whole episodes of a run's batches, which datasets are made of; and batches of a dataset's episodes, and of arrays.
+"""Joins a run's batches into whole episodes for datasets, and makes batches of a dataset's episodes, or of arrays.
 
-``F`` is a number of frames that lie one episode after another, ``E`` the number of these episodes, ``n`` one's length.
+``F`` is the number of frames of several episodes, one after another, ``E`` that of these episodes, ``n`` one's length.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LARGEST_PART = 1 << 28  # bytes in memory
 ACTION, OBSERVATION, INFO = ("action",), ("observation",), ("next", "info")
 _AFTER: list[Path] = [("next", name) for name in ("reward", "terminated", "truncated", "done")]
 REWARD, TERMINATED, TRUNCATED, DONE = _AFTER
-# What arrays are called: by D4RL, by Minari, and here.
+# The names of arrays: those of D4RL as Minari's, and those of Minari as paths of a batch.
 _D4RL = {"terminals": "terminations", "dones": "terminations", "timeouts": "truncations"}
 _PATHS: dict[str, Path] = {"actions": ACTION, "rewards": REWARD, "terminations": TERMINATED, "truncations": TRUNCATED}
 _PATHS |= {"infos": INFO, "observations": (), "next_observations": ("next",)}
@@ -50,8 +50,8 @@ class EpisodeRows(NamedTuple):
 
     columns: Columns  # the leaves [F, ...]; actions of one-hot rows are integers
     lengths: Array  # [E] int64
-    ends: Array  # [E] int64: the rows after the last ones
-    seeds: list[int | None]  # [E]: what their environment was reset with; None if it is unknown
+    ends: Array  # [E] int64: one past the last row of each
+    seeds: list[int | None]  # [E]: the seed of the environment's reset; None if it is unknown
 
 
 def parts_of(
@@ -59,8 +59,8 @@ def parts_of(
 ) -> Iterator[EpisodeRows]:
     """Yield the whole episodes of a run's batches ``[*B, T]``, joined across them, in parts, for a new `folder`.
 
-    A part has at least so many `frames`, or `LARGEST_PART` bytes, but for the last. Frames of trajectories that have
-    not ended, or whose first frames are missing, are left out. With `...` as `env` all columns stay as they are. Raises
+    All parts but the last have at least so many `frames`, or `LARGEST_PART` bytes. Frames of trajectories that have not
+    ended, or whose first frames are missing, are left out. With `...` as `env`, all columns stay as they are. Raises
     TypeError or ValueError for bad arguments, before the first part, and FileExistsError unless the folder is empty.
     """
     check_kind("batches", batches, Iterable, "pass a collector, or a list of batches")
@@ -116,7 +116,7 @@ def _part(frames: TensorDictBase, env: Any, seed: int | None, lanes: int) -> Epi
 
 
 def batches_of(episodes: Iterable[Columns], frames: int) -> Iterator[TensorDict]:
-    """Yield episodes, one after another, as batches [F] of at least so many `frames`, but for the last one."""
+    """Yield batches [F] of whole episodes. All but the last have at least so many `frames`."""
     held: list[Columns] = []
     first = count = 0
     for episode in episodes:
@@ -132,7 +132,7 @@ def batches_of(episodes: Iterable[Columns], frames: int) -> Iterator[TensorDict]
 
 
 def episode_columns(observed: Columns, ended: Mapping[Path, Any], others: Columns) -> Columns:
-    """The columns of an episode, from observations [n + 1, ...], flags by path, and others [n, ...].
+    """The columns of an episode, from observations [n + 1, ...], flags by path, and other arrays [n, ...].
 
     Its last frame, and no other one, is terminated or truncated.
     """
@@ -147,13 +147,13 @@ def episode_columns(observed: Columns, ended: Mapping[Path, Any], others: Column
 
 
 def in_single(array: Any) -> Array:
-    """An array, float32 if it is of another floating dtype, as batches have them."""
-    own: Array = np.asarray(array)
-    return own.astype(np.float32) if own.dtype.kind == "f" else own
+    """An array; floating ones as float32, as in batches."""
+    values: Array = np.asarray(array)
+    return values.astype(np.float32) if values.dtype.kind == "f" else values
 
 
 def _batch(columns: Columns, first: int) -> TensorDict:
-    """A batch of columns with rewards and two flags [F], whose episodes are numbered from `first` on."""
+    """A batch [F] of columns, with rewards and two flags, whose episodes are numbered from `first` on."""
     columns |= {path: columns[path].reshape(-1, 1) for path in (REWARD, TERMINATED, TRUNCATED)}
     columns[DONE] = columns[TERMINATED] | columns[TRUNCATED]
     columns |= {path[1:]: np.zeros_like(columns[DONE]) for path in _AFTER[1:]}
@@ -202,14 +202,14 @@ def from_arrays(arrays: Mapping[str, Any] | str | os.PathLike[str]) -> TensorDic
     columns |= {TERMINATED: ended, TRUNCATED: cut}
     if ("next", *observed[0]) not in columns:
         lost = cut & ~ended
-        columns[TRUNCATED] = cut | (np.append(lost[1:], False) & ~ended)  # the frames before those that are left out
+        columns[TRUNCATED] = cut | (np.append(lost[1:], False) & ~ended)  # also where the next frame is left out
         columns |= {("next", *path): np.roll(columns[path], -1, 0) for path in observed}
         columns = {path: each[~lost] for path, each in columns.items()}
     return _batch(columns, 0)
 
 
 def _named(arrays: Mapping[str, Any], prefix: Path = ()) -> Columns:
-    """The numbers in nested mappings by the paths of a batch; names may hold slashes, as in HDF5."""
+    """The arrays of numbers in nested mappings, by the paths of a batch; names may have slashes, as in HDF5."""
     found: Columns = {}
     for name, each in arrays.items():
         kind, *rest = *prefix, *name.split("/")

@@ -1,4 +1,4 @@
-"""Minari's datasets, by Farama's library: written in parts while a run goes on, and read as batches."""
+"""Minari's datasets: writes them in parts while a run goes on, and reads them as batches."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def write_minari(
 
     Episodes are joined across batches; those that have not ended are left out. Observations, terminal ones included,
     get the dtypes of the space; infos have zeros for the reset, which batches lack; one-hot actions become integers,
-    and other outputs of the policy are left out. Once a part is full, it is a file beside the main one, which links it:
-    memory does not grow with the run, and what is linked can be read even if the program is killed later.
+    and other outputs of the policy are left out. Once a part is full, it becomes a file, which the main file links:
+    memory does not grow with the run, and linked parts can be read even if the program is killed later.
 
     Args:
         path_or_id: a folder, for ``minari.MinariDataset(folder)``; or an id of Minari's, such as
@@ -95,11 +95,11 @@ def _place(path_or_id: Any) -> tuple[FilePath, str]:
 
 
 def _write(folder: FilePath, name: str, part: EpisodeRows, env: Env, about: dict[str, Any]) -> None:
-    """Write a part by Minari in a folder of its own, and only then let the main file and the counts show it."""
+    """Let Minari write a part to a folder of its own, and only then link it in the main file and count it."""
     storages, h5py, fresh = extra("minari.dataset.minari_storage"), extra("h5py"), folder / ".part"
     fresh.mkdir(parents=True)
-    own = (env.observation_space, env.action_spec.space, getattr(env, "spec", None))
-    storages.MinariStorage.new(fresh, *own, jpeg_encoding=False).update_episodes(_buffers(part, env))
+    spaces = (env.observation_space, env.action_spec.space, getattr(env, "spec", None))
+    storages.MinariStorage.new(fresh, *spaces, jpeg_encoding=False).update_episodes(_buffers(part, env))
     written = json.loads((fresh / _META).read_text())
     fresh.rename(folder / name)
     with replacing(folder / _MAIN) as copy:
@@ -116,10 +116,10 @@ def _write(folder: FilePath, name: str, part: EpisodeRows, env: Env, about: dict
 
 
 def _buffers(part: EpisodeRows, env: Env) -> Iterator[Any]:
-    """The episodes of a part as Minari takes them."""
+    """Yield the episodes of a part as buffers of Minari's, with observations and infos [n + 1, ...]."""
     columns, ends, starts, space = part.columns, part.ends, part.ends - part.lengths, env.observation_space
-    own = zip(env.observation_leaves, disassemble(space, space), strict=True)
-    dtypes = {leaf.path: child.dtype for leaf, child in own}
+    spaces = zip(env.observation_leaves, disassemble(space, space), strict=True)
+    dtypes = {leaf.path: child.dtype for leaf, child in spaces}
     observed = {
         path: np.insert(columns[path].astype(dtype), ends, columns["next", *path][ends - 1], axis=0)
         for path, dtype in dtypes.items()

@@ -1,4 +1,4 @@
-"""Tables of Hugging Face's library ``datasets``, a row for each frame; and arrays as columns of Arrow."""
+"""Writes and reads tables of Hugging Face's library ``datasets``, a row for each frame; and columns of Arrow."""
 
 from __future__ import annotations
 
@@ -87,24 +87,24 @@ def _batch(table: Any) -> TensorDict:
 
 
 def to_arrow(array: Array) -> Any:
-    """An array [n, ...] as one of Arrow: numbers, or nested lists of fixed sizes."""
-    made = extra("pyarrow").array(array.reshape(-1))
+    """An array [n, ...] as an Arrow array of numbers, or of nested lists of fixed sizes."""
+    column = extra("pyarrow").array(array.reshape(-1))
     for size in reversed(array.shape[1:]):
-        made = extra("pyarrow").FixedSizeListArray.from_arrays(made, size)
-    return made
+        column = extra("pyarrow").FixedSizeListArray.from_arrays(column, size)
+    return column
 
 
 def from_arrow(column: Any, shape: tuple[int, ...] | None = None) -> Array | None:
-    """An array [n, *shape] from a chunked column of numbers or nested lists; None for one of anything else.
+    """An array [n, *shape] from a chunked column of numbers or nested lists; None for other columns.
 
     Without a `shape`, lists have the sizes of their types.
     """
     types, sizes = extra("pyarrow").types, []
-    made = column.cast(column.type.storage_type) if hasattr(column.type, "storage_type") else column
-    while types.is_fixed_size_list(made.type) or (shape is not None and types.is_list(made.type)):
-        sizes.append(getattr(made.type, "list_size", 0))
-        made = extra("pyarrow.compute").list_flatten(made)
-    if not types.is_boolean(made.type) and not types.is_integer(made.type) and not types.is_floating(made.type):
+    values = column.cast(column.type.storage_type) if hasattr(column.type, "storage_type") else column
+    while types.is_fixed_size_list(values.type) or (shape is not None and types.is_list(values.type)):
+        sizes.append(getattr(values.type, "list_size", 0))
+        values = extra("pyarrow.compute").list_flatten(values)
+    if not types.is_boolean(values.type) and not types.is_integer(values.type) and not types.is_floating(values.type):
         return None
-    array: Array = made.to_numpy().reshape(len(column), *(sizes if shape is None else shape))
+    array: Array = values.to_numpy().reshape(len(column), *(sizes if shape is None else shape))
     return np.require(array, requirements="W")

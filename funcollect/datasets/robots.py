@@ -99,7 +99,7 @@ def write_lerobot(
 
 
 class _Writer:
-    """Writes each part as files of LeRobot's, and the counts, by which readers go, last."""
+    """Writes each part as files of LeRobot's. The counts come last, since readers go by them."""
 
     def __init__(self, root: FilePath, env: Env, fps: int, task: str, pictures: str) -> None:
         self._root, self._task, self._pictures = root, task, pictures
@@ -108,7 +108,7 @@ class _Writer:
         self.info |= {"total_episodes": 0, "total_frames": 0, "total_tasks": 1, "data_path": _DATA}
         self.info |= {"video_path": _VIDEO if pictures == "video" else None, "features": {}}
         self.info |= {"data_files_size_in_mb": 100, "video_files_size_in_mb": 200}
-        self._sums: dict[str, list[Any]] = {}
+        self._sums: dict[str, list[Any]] = {}  # by feature, see `_add`
 
     def add(self, number: int, part: EpisodeRows) -> None:
         """Write the part with this number."""
@@ -152,7 +152,7 @@ class _Writer:
                 fresh.write_text(json.dumps(content, indent=1))
 
     def _feature(self, name: str, array: Array) -> dict[str, Any]:
-        """A feature [n, ...] as the format describes it; a number has the shape [1], an array of one also a name."""
+        """The format's description of a feature [n, ...]. Numbers have the shape [1]; arrays [1] also have a name."""
         shape = [*array.shape[1:]]
         if name.startswith("observation.image") and array.dtype == np.uint8 and shape[-1:] == [3]:
             return {"dtype": self._pictures, "shape": shape, "names": ["height", "width", "channels"]}
@@ -188,9 +188,9 @@ def _path(name: str, alone: bool) -> Path:
 
 
 def _add(sums: list[Any], array: Array, picture: bool) -> None:
-    """Add an array [n, ...] to the numbers of frames and rows, sums, squares, minima and maxima of a feature.
+    """Add an array [n, ...] to a feature's numbers of frames and rows, sums, squares, minima and maxima.
 
-    Those of pictures are of each colour, in [0, 1].
+    For pictures these are of each colour, in [0, 1].
     """
     rows = (array / 255).reshape(-1, 3, 1, 1) if picture else array.reshape(len(array), *(array.shape[1:] or (1,)))
     rows = rows.astype(np.float64)
@@ -201,8 +201,8 @@ def _add(sums: list[Any], array: Array, picture: bool) -> None:
 
 def _moments(count: int, rows: int, total: Array, squares: Array, low: Array, high: Array) -> dict[str, Any]:
     std = np.sqrt(np.maximum(squares / rows - (total / rows) ** 2, 0))
-    made = {"min": low, "max": high, "mean": total / rows, "std": std, "count": np.array([count])}
-    return {name: each.tolist() for name, each in made.items()}
+    moments = {"min": low, "max": high, "mean": total / rows, "std": std, "count": np.array([count])}
+    return {name: each.tolist() for name, each in moments.items()}
 
 
 def read_lerobot(folder: str | os.PathLike[str], *, frames_per_batch: int = 10_000) -> Iterator[TensorDict]:
@@ -233,7 +233,7 @@ def read_lerobot(folder: str | os.PathLike[str], *, frames_per_batch: int = 10_0
 
 def _episodes(root: FilePath, info: Mapping[str, Any]) -> Iterator[Columns]:
     """Yield the episodes that the counts include; a program that was killed may have written others."""
-    films: dict[str, tuple[FilePath, Any]] = {}  # by feature: the one that is read
+    films: dict[str, tuple[FilePath, Any]] = {}  # by feature, the open one: its path and its reader
     try:
         for file in sorted((root / "data").glob("*/*.parquet")):
             yield from _episodes_of(extra("pyarrow.parquet").ParquetFile(file).read(), root, info, films)
@@ -246,13 +246,13 @@ def _episodes_of(
     table: Any, root: FilePath, info: Mapping[str, Any], films: dict[str, tuple[FilePath, Any]]
 ) -> Iterator[Columns]:
     observed = {name: each["dtype"] for name, each in info["features"].items() if name.startswith("observation.")}
-    which, begins = np.unique(table.column("episode_index").to_numpy(), return_index=True)
-    last = min(int(which[-1]) + 1, info["total_episodes"])
-    within = [("episode_index", ">=", int(which[0])), ("episode_index", "<", last)]
+    episodes, begins = np.unique(table.column("episode_index").to_numpy(), return_index=True)
+    stop = min(int(episodes[-1]) + 1, info["total_episodes"])
+    within = [("episode_index", ">=", int(episodes[0])), ("episode_index", "<", stop)]
     about = extra("pyarrow.parquet").read_table(root / "meta" / "episodes", filters=within).sort_by("episode_index")
     numbers, terminal = _numbers(info["features"], table), _numbers(info["features"], about, "terminal/")
     for row, (begin, end) in enumerate(zip(begins[: len(about)], (*begins[1:], len(table)), strict=False)):
-        rows, beside, own = table.slice(begin, end - begin), about.slice(row, 1), {}
+        rows, beside, columns = table.slice(begin, end - begin), about.slice(row, 1), {}
         for name, kind in observed.items():
             if kind == "video":
                 seen = _filmed(name, beside.to_pylist()[0], root, info, films)
@@ -261,12 +261,12 @@ def _episodes_of(
             tail = terminal[name][row : row + 1] if name in terminal else seen[-1:]
             if kind in _PICTURES and f"terminal/{name}" in beside.column_names:
                 tail = _from_png(beside.column(f"terminal/{name}"))
-            own[_path(name, len(observed) == 1)] = np.concatenate([seen, tail])
-        yield _episode(own, {name: each[begin:end] for name, each in numbers.items()}, end - begin)
+            columns[_path(name, len(observed) == 1)] = np.concatenate([seen, tail])
+        yield _episode(columns, {name: each[begin:end] for name, each in numbers.items()}, end - begin)
 
 
 def _numbers(features: Mapping[str, Any], table: Any, prefix: str = "") -> dict[str, Array]:
-    """The features that are numbers, by name, of columns with a prefix."""
+    """The features of numbers, by name, from the columns with a prefix."""
     found: dict[str, Array] = {}
     for name, about in features.items():
         shape = () if about["shape"] == [1] and not about["names"] else tuple(about["shape"])
@@ -277,7 +277,7 @@ def _numbers(features: Mapping[str, Any], table: Any, prefix: str = "") -> dict[
 
 
 def _filmed(name: str, about: Mapping[str, Any], root: FilePath, info: Mapping[str, Any], films: Any) -> Array:
-    """An episode's pictures [n, H, W, 3], of a film that stays open."""
+    """An episode's pictures [n, H, W, 3], from a film that stays open in `films`."""
     place = {key: about[f"videos/{name}/{key}"] for key in ("chunk_index", "file_index")}
     path = root / info["video_path"].format(video_key=name, **place)
     if films.get(name, (None,))[0] != path:

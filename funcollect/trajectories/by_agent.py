@@ -1,4 +1,4 @@
-"""The agents of a group as lanes, and the moves of each player of a game in turns as trajectories of their own."""
+"""Shows agents of a group as lanes, and the moves of each player of a turn-based game as trajectories."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def agents_as_rows(batch: TensorDictBase, group: str) -> TensorDict:
     Its keys are those of an environment with one agent: ``observation``, ``action`` ``[*B, n, T, ...]``, and so on,
     with the group's own rewards and flags. So `gae`, `MultiStep`, `split_trajectories`, `episode_stats`, buffers and
     `evaluate_actions` with the policy of the group take it. An agent that has left stays finished: ``done`` is True at
-    the root from then on, and such frames count for nothing. One that is there when the episode of its lane ends is
-    truncated. Each agent has trajectory ids and a lane of its own; what all share, such as ``state``, is repeated.
+    the root from then on, and such frames are ignored. An agent that is there when its lane's episode ends is
+    truncated. Each agent has trajectory ids and a lane of its own; shared leaves, such as ``state``, are repeated.
 
-    Leaves are views but for these. Raises ValueError for a batch without that group.
+    Leaves are views, except for ids, lanes and flags. Raises ValueError for a batch without that group.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("pettingzoo/mpe/simple_tag_v3", num_envs=2)
@@ -43,9 +43,9 @@ def agents_as_rows(batch: TensorDictBase, group: str) -> TensorDict:
 
     leaves: dict[Path, Tensor] = {}
     for lead, node in (((), batch), (("next",), batch["next"])):
-        own = {path: leaf.transpose(time, time + 1) for path, leaf in flatten(node[group]).items()}
+        of_group = {path: leaf.transpose(time, time + 1) for path, leaf in flatten(node[group]).items()}
         rest = {(key,): shared(leaf) for key, leaf in node.items() if isinstance(leaf, Tensor) and key != "reward"}
-        leaves |= {(*lead, *path): leaf for path, leaf in (rest | own).items()}
+        leaves |= {(*lead, *path): leaf for path, leaf in (rest | of_group).items()}
     agent = torch.arange(n, device=batch.device).view(n, 1)
     for path, leaf in flatten(batch["collector"], ("collector",)).items():
         leaves[path] = shared(leaf) * n + agent if path[1:] in (("traj_ids",), ("lane",)) else shared(leaf)
@@ -97,10 +97,10 @@ def player_trajectories(batch: TensorDictBase, previous: TensorDictBase | None =
 
 
 class _Turns:
-    """The turns of a batch [*B, T], and to which trajectory each belongs."""
+    """The turns of a batch [*B, T], and the trajectories to which they belong."""
 
     def __init__(self, batch: TensorDictBase, first: int) -> None:
-        """Of moves, those count that end at the frame `first` or later."""
+        """Moves count if they end at the frame `first` or later."""
         self.first, self.mover = first, split.require(batch, PLAYER, tail=())
         self.next_mover = split.require(batch, ("next", PLAYER), tail=())
         self.reward = split.require(batch, ("next", "reward"), tail=None)
@@ -133,14 +133,14 @@ class _Turns:
         end = nearest.flip(-1).cummin(-1).values.flip(-1)  # the frame in which the outcome of a move is known
         at = (moves & closes.gather(-1, end) & (end >= self.first)).nonzero(as_tuple=True)
         until = (*at[:-1], end[at])
-        made = moves.cumsum(-1)
-        number = self.step + made - 1 - (made - moves.long()).gather(-1, self.begin)
+        count = moves.cumsum(-1)
+        number = self.step + count - 1 - (count - moves.long()).gather(-1, self.begin)
         reward = self.reward[..., player]
         total = reward.double().cumsum(-1)
-        found = {path: leaf[until if path[0] == "next" else at] for path, leaf in leaves.items()}
-        found["next", "reward"] = (total[until] - total[at] + reward[at]).to(reward.dtype)[:, None]
-        found[split.STEP] = number[at]
+        result = {path: leaf[until if path[0] == "next" else at] for path, leaf in leaves.items()}
+        result["next", "reward"] = (total[until] - total[at] + reward[at]).to(reward.dtype)[:, None]
+        result[split.STEP] = number[at]
         for path in (split.TRAJECTORY_IDS, split.LANE):
-            if path in found:
-                found[path] = found[path] * self.players + player
-        return found
+            if path in result:
+                result[path] = result[path] * self.players + player
+        return result

@@ -1,4 +1,4 @@
-"""Next observations beside the frames of a batch that leaves out all others (``compact_obs=True``)."""
+"""The only next observations that a compact batch (``compact_obs=True``) has, stored beside its frames."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FinalObservations:
 
     @classmethod
     def joined(cls, parts: Sequence[FinalObservations]) -> FinalObservations | None:
-        """Those of several batches; None without any."""
+        """The final observations of several batches; None if there are no `parts`."""
         if len(parts) < 2:
             return parts[0] if parts else None
         ids, step = torch.cat([each.traj_ids for each in parts]), torch.cat([each.step for each in parts])
@@ -34,26 +34,26 @@ class FinalObservations:
 
     @property
     def plain(self) -> tuple[Tensor, Tensor, Mapping[Path, Tensor]]:
-        """The arguments that make it again."""
+        """The arguments that make an equal object."""
         return self.traj_ids, self.step, self.leaves
 
     def __getitem__(self, rows: Tensor) -> FinalObservations:
-        """Those of some of the frames: indices, or a mask [N]."""
+        """The final observations of some frames: indices, or a mask [N]."""
         leaves = {path: leaf[rows] for path, leaf in self.leaves.items()}
         return FinalObservations(self.traj_ids[rows], self.step[rows], leaves)
 
     def find(self, traj_ids: Tensor, step: Tensor) -> Tensor:
-        """The rows of M frames, [M] int64; -1 for those that are not there.
+        """The rows of M frames, [M] int64; -1 for frames that are not there.
 
-        ValueError if two frames with the same trajectory and step are not the same, as those of two runs.
+        ValueError if frames with equal trajectory and step differ, as those of two runs do.
         """
         frames = torch.stack([torch.cat([self.traj_ids, traj_ids]), torch.cat([self.step, step])], 1)
         distinct, number = torch.unique(frames, dim=0, return_inverse=True)
         count = len(self.step)
         row = torch.full((len(distinct),), -1, device=number.device)
         row[number[:count]] = torch.arange(count, device=number.device)
-        again = row[number[:count]]
-        pairs = ((leaf, leaf[again.to(leaf.device)]) for leaf in self.leaves.values())
+        last = row[number[:count]]  # of each frame's duplicates
+        pairs = ((leaf, leaf[last.to(leaf.device)]) for leaf in self.leaves.values())
         if not all(torch.equal(*(leaf.reshape(-1).view(torch.uint8) for leaf in pair)) for pair in pairs):  # as bits
             mend = "call next_observations for each run before that"
             raise ValueError(f"the batch joins several runs with equal trajectory ids: {mend}")
@@ -81,5 +81,5 @@ def detach(batch: TensorDictBase) -> FinalObservations | None:
     if node is None:
         return None
     batch.del_(FINAL)
-    each = optree.tree_leaves(node.tolist() if is_non_tensor(node) else node)  # batches that were joined have lists
-    return FinalObservations.joined([*{id(one): one for one in each}.values()])
+    parts = optree.tree_leaves(node.tolist() if is_non_tensor(node) else node)  # joined batches have lists
+    return FinalObservations.joined([*{id(part): part for part in parts}.values()])

@@ -14,7 +14,7 @@ from funcollect.tree import Path
 
 
 def compact(batch: TensorDictBase, paths: Sequence[Path]) -> FinalObservations:
-    """Remove the next observations from an unlocked batch, and return those that no following frame has."""
+    """Remove the next observations from an unlocked batch; return those that no following frame observes."""
     alone = ~_followed(batch)
     leaves = {path: batch.pop(("next", *path))[alone] for path in paths}
     return FinalObservations(batch[TRAJECTORY_IDS][alone], batch[STEP][alone], leaves)
@@ -61,7 +61,7 @@ def next_observations(batch: TensorDictBase) -> TensorDictBase:
 
 
 def _followed(batch: TensorDictBase) -> Tensor:
-    """Whether the frame after each one, in its row, is the next one of its trajectory: ``[*B, T]`` bool."""
+    """Whether each frame is followed, in its row, by the next one of its trajectory: ``[*B, T]`` bool."""
     ids, step = (require(batch, key, tail=()) for key in (TRAJECTORY_IDS, STEP))
     forward = step[..., 1:] == step[..., :-1] + 1
     if (finished := optional(batch, "done", tail=(1,))) is not None:  # a finished lane repeats its last frame

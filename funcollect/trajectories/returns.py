@@ -22,7 +22,7 @@ _NEEDED = {"reward": ("next", "reward"), "terminated": ("next", "terminated"), "
 _EPISODE = ("collector", "episode")  # traced rollouts have these numbers per lane instead of ids
 _OPTIONAL = {"traj_ids": split.TRAJECTORY_IDS, "mask": split.MASK, "repeated": ("done",)}
 _TAILS: dict[str, tuple[int, ...] | None] = {"reward": None, "traj_ids": (), "mask": ()}  # see `require`; [1] otherwise
-_VALUES = {"value": "observation", "next_value": "next.observation"}  # what the value function was called with
+_VALUES = {"value": "observation", "next_value": "next.observation"}  # the argument of the value function
 _RETURN = "return"  # the key in the statistics of `scale_rewards`
 
 
@@ -83,8 +83,8 @@ def _estimate(xp: Any, gamma: Any, lmbda: Any, columns: Mapping[str, Any]) -> tu
 def _discounted_sums(xp: Any, values: Any, discount: Any) -> Any:
     """``sums[t] = values[t] + discount[t] * sums[t + 1]``, in log2(T) rounds of whole arrays instead of T steps.
 
-    Each round adds every odd row to the even one before it, which leaves the same problem of half the length. Nothing
-    is divided by products of discounts, so long trajectories keep their precision. `values` and `discount` are
+    Each round adds every odd row to the even one before it, which leaves the same problem of half the length. Long
+    trajectories keep their precision, since nothing is divided by products of discounts. `values` and `discount` are
     [T, ...], and the last row of `discount` is 0.
     """
     length = len(values)
@@ -94,7 +94,7 @@ def _discounted_sums(xp: Any, values: Any, discount: Any) -> Any:
         values, discount = (xp.concatenate([rows, xp.zeros_like(rows[:1])]) for rows in (values, discount))
     even, odd, step = values[::2], values[1::2], discount[::2]
     sums = _discounted_sums(xp, even + step * odd, step * discount[1::2])
-    after = xp.roll(sums, -1, 0)  # the last row is discounted to nothing
+    after = xp.roll(sums, -1, 0)  # the discount of the last row is 0
     both = xp.stack([sums, odd + discount[1::2] * after], 1)
     return both.reshape(values.shape)[:length]
 
@@ -119,13 +119,13 @@ def _arrays_of(batch: Mapping[str, Any], values: Mapping[str, Any], needed: Iter
     split.check_single_steps(batch)
     jnp, flat = import_jax().numpy, flatten(batch)
     paths = _NEEDED | _OPTIONAL | ({"traj_ids": _EPISODE} if _EPISODE in flat else {})
-    given = {name: flat[path] for name, path in paths.items() if path in flat}
-    if missing := [".".join(paths[name]) for name in needed if name not in given]:
+    leaves = {name: flat[path] for name, path in paths.items() if path in flat}
+    if missing := [".".join(paths[name]) for name in needed if name not in leaves]:
         raise ValueError(f"the batch lacks {missing}, which are needed here; it has {sorted(map('.'.join, flat))}")
-    for name, leaf in (given | dict(values)).items():
+    for name, leaf in (leaves | dict(values)).items():
         _check_type(name, leaf, hasattr(leaf, "shape") and not isinstance(leaf, Tensor), "a JAX array")
-    reward, done = given["reward"], given["done"]
-    for name, leaf in given.items():
+    reward, done = leaves["reward"], leaves["done"]
+    for name, leaf in leaves.items():
         fits = leaf.shape == done.shape or (name == "reward" and leaf.shape[:-1] == done.shape)
         if not fits or done.ndim not in (1, 2):
             what = f"{'.'.join(paths[name])} has shape {list(leaf.shape)}, next.done {list(done.shape)}"
@@ -134,7 +134,7 @@ def _arrays_of(batch: Mapping[str, Any], values: Mapping[str, Any], needed: Iter
     for name, leaf in values.items():
         _check_values(name, leaf, jnp.issubdtype(leaf.dtype, jnp.floating), reward.shape)
     split.check_time_first(flat.get(split.LANE))
-    columns = {name: jnp.asarray(leaf) for name, leaf in given.items()}
+    columns = {name: jnp.asarray(leaf) for name, leaf in leaves.items()}
     if reward.ndim > done.ndim:
         columns = {name: leaf if name == "reward" else leaf[..., None] for name, leaf in columns.items()}
     return columns | {name: jnp.asarray(leaf) for name, leaf in values.items()}
@@ -158,10 +158,10 @@ def _check_values(name: str, values: Any, floating: bool, shape: tuple[int, ...]
 
 
 def _in_jax(batch: Any, **factors: Any) -> bool:
-    """Whether a batch is one of JAX; raise unless factors are in [0, 1], or in JAX scalar arrays."""
+    """Whether a batch is one of JAX; TypeError or ValueError unless factors are in [0, 1], or scalar arrays in JAX."""
     in_jax = isinstance(batch, Mapping) and not isinstance(batch, TensorDictBase)
     for name, factor in factors.items():
-        if not (in_jax and isinstance(factor, import_jax().Array) and not factor.ndim):  # which may have no value yet
+        if not (in_jax and isinstance(factor, import_jax().Array) and not factor.ndim):  # traced ones have no value yet
             check_number(name, factor, most=1, example=0.99)
     return in_jax
 
@@ -202,7 +202,7 @@ class MultiStep:
         """
         split.check_order(batch)
         split.check_single_steps(batch)
-        batch = next_observations(batch)  # those of a compact batch are one step away
+        batch = next_observations(batch)  # a compact batch lacks those that the result takes from later frames
         if not batch.shape[-1]:
             raise ValueError(f"the batch {list(batch.shape)} has no frames, expected [*B, T] with T of at least 1")
         steps = self._steps(batch)
@@ -248,10 +248,10 @@ class MultiStep:
 
 
 class RewardScaling(NamedTuple):
-    """What is carried from one batch to the next; a pytree in optree and in JAX."""
+    """The state of `scale_rewards` between two batches; a pytree in optree and in JAX."""
 
-    # The discounted returns of the unfinished trajectories: in Torch by trajectory id the pair of its lane and a tensor
-    # [players] float64, in JAX [P] or [P, players].
+    # The discounted returns of the unfinished trajectories. In Torch, by trajectory id, its lane and a tensor [players]
+    # float64; in JAX [P] or [P, players].
     returns: Any
     statistics: RunningStatistics  # of the returns at all frames so far
 
@@ -276,7 +276,7 @@ def scale_rewards(
         gamma: the discount per step, in [0, 1].
         clip: the largest absolute value of a scaled reward.
 
-    Returns the scaled rewards, with the shape and dtype of ``next.reward``, and what the next call takes. Raises the
+    Returns the scaled rewards, with the shape and dtype of ``next.reward``, and the next call's `scaling`. Raises the
     errors of `gae`.
 
     >>> import funcollect as fc
@@ -315,8 +315,8 @@ def _returns(frames: CountedFrames, opened: Mapping[int, tuple[int, Tensor]], ga
     ids = frames.traj_ids
     goes_on = torch.cat([ids.new_zeros(1, dtype=torch.bool), ids[1:] == ids[:-1]])
     for row in (~goes_on).nonzero()[:, 0].tolist():
-        if (head := opened.get(int(ids[row]))) is not None:
-            values[row] += gamma * head[1]
+        if (so_far := opened.get(int(ids[row]))) is not None:
+            values[row] += gamma * so_far[1]
     sums: Tensor = _discounted_sums(torch, values.flip(0), (gamma * goes_on.double()[:, None]).flip(0))
     return sums.flip(0)
 
@@ -324,9 +324,9 @@ def _returns(frames: CountedFrames, opened: Mapping[int, tuple[int, Tensor]], ga
 def _open(
     frames: CountedFrames, returns: Tensor, before: Mapping[int, tuple[int, Tensor]]
 ) -> dict[int, tuple[int, Tensor]]:
-    """The returns of the trajectories that continue after the batch, those of lanes outside of it included."""
+    """The returns of the trajectories that continue after the batch, including those of lanes that it lacks."""
     here = {*frames.lanes.tolist()}
-    opened = {number: head for number, head in before.items() if head[0] not in here}
+    opened = {traj_id: so_far for traj_id, so_far in before.items() if so_far[0] not in here}
     ends = torch.cat([frames.lanes[1:] != frames.lanes[:-1], torch.ones(1, dtype=torch.bool)])
     for row in (ends & ~frames.done).nonzero()[:, 0].tolist():
         opened[int(frames.traj_ids[row])] = int(frames.lanes[row]), returns[row].clone()
@@ -342,7 +342,7 @@ def _scaled_arrays(
         players = reward.shape[batch["next"]["done"].ndim :]
         before = RewardScaling(jnp.zeros_like(reward[0]), start({_RETURN: players}, "jax"))
     step, repeated = batch.get("collector", {}).get("step"), batch.get("done")
-    begun = jnp.zeros_like(done) if step is None else (step == 0).reshape(done.shape)  # `reset` begins some, too
+    begun = jnp.zeros_like(done) if step is None else (step == 0).reshape(done.shape)  # without an end, by `reset`
     values = reward.at[0].add(jnp.where(begun[0], 0, gamma * before.returns))
     goes_on = jnp.concatenate([jnp.zeros_like(done[:1]), ~(done[:-1] | begun[1:])])
     returns = _discounted_sums(jnp, values[::-1], gamma * goes_on[::-1])[::-1]

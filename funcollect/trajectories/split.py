@@ -1,4 +1,4 @@
-"""Splits a batch into trajectories, one padded row for each; and checks of batches."""
+"""Splits a batch into trajectories, one padded row for each; and checks batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VERSION = ("collector", "policy_version")
 STEPS_AHEAD, ORIGINAL_REWARD = ("steps_to_next_obs",), ("original_reward",)  # of `MultiStep`
 CUT = ("collector", "cut")  # True where `set_truncated=True` truncated a trajectory that continues
 
-# Indexed assignment does not support wide unsigned integers. It only moves bits, so signed ones of the same width do.
+# Torch has no indexed assignment of wide unsigned integers, so it is done as signed integers of the same width.
 ASSIGNABLE = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 _MEND = "pass the whole batch, unshuffled, with time as the last batch dimension"
@@ -108,45 +108,45 @@ def split_trajectories(
 
 
 class _PaddedLayout:
-    """Moves the frames that are `held` [*B, T] to a table with a row per trajectory, which `begins` marks [*B, T]."""
+    """Moves the frames that are `held` [*B, T] to a table of one trajectory per row, from `begins` [*B, T] on."""
 
     def __init__(self, begins: Tensor, held: Tensor | None) -> None:
         self.dims, self.held = begins.ndim, held
         begins = begins if held is None else begins & held
         self.row = (begins.reshape(-1).cumsum(0) - 1).view(begins.shape)  # [*B, T] int64
-        flat, self.run = self._frames(begins).reshape(-1), self._frames(self.row)
+        flat, self.run = self._held_frames(begins).reshape(-1), self._held_frames(self.row)
         run, frame = self.run.reshape(-1), torch.arange(flat.numel(), device=flat.device)
         position = frame - frame[flat][run]
         self.position = position.view(self.run.shape)  # int64: the column of each frame that is held
         self.shape = (int(run[-1]) + 1, int(position.max()) + 1) if flat.numel() else (0, 0)  # N, Tmax
         self.ragged = flat.numel() < self.shape[0] * self.shape[1]  # whether the trajectories differ in length
 
-    def _frames(self, leaf: Tensor) -> Tensor:
+    def _held_frames(self, leaf: Tensor) -> Tensor:
         """The frames of a leaf ``[*B, T, ...]`` that are held: the leaf itself if all are, else [N, ...]."""
         return leaf if self.held is None else leaf[self.held]
 
     def place(self, leaf: Tensor) -> Tensor:
         """A leaf ``[*B, T, ...]`` as a table ``[N, Tmax, ...]``."""
         table = torch.zeros(self.shape + leaf.shape[self.dims :], dtype=leaf.dtype, device=leaf.device)
-        assign(table, (self.run, self.position), self._frames(leaf))
+        assign(table, (self.run, self.position), self._held_frames(leaf))
         return table
 
     def nest(self, leaf: Tensor, kind: torch.layout) -> Tensor:
         """A leaf ``[*B, T, ...]`` as a nested tensor of N trajectories ``[length, ...]``."""
-        rows = self._frames(leaf).reshape(-1, *leaf.shape[self.dims :]).clone()
+        rows = self._held_frames(leaf).reshape(-1, *leaf.shape[self.dims :]).clone()
         if kind == torch.jagged:
             return torch.nested.nested_tensor_from_jagged(rows, self._offsets)
         return torch.nested.as_nested_tensor([*rows.tensor_split(self._offsets[1:-1].cpu())], layout=kind)
 
     @cached_property
-    def _offsets(self) -> Tensor:  # of each trajectory's first frame, then the number of frames: [N + 1] int64
+    def _offsets(self) -> Tensor:  # of each trajectory's first frame, and the number of frames: [N + 1] int64
         lengths = torch.bincount(self.run.reshape(-1))
         return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def assign(leaf: Tensor, index: Any, values: Tensor) -> None:
     """Set ``leaf[index]``, also of dtypes that Torch cannot assign to by index."""
-    if (signed := ASSIGNABLE.get(leaf.dtype)) is not None:  # other views would stop gradients
+    if (signed := ASSIGNABLE.get(leaf.dtype)) is not None:  # views of floating leaves would stop gradients
         leaf, values = leaf.view(signed), values.view(signed)
     leaf[index] = values
 
@@ -177,7 +177,7 @@ def ends_of(batch: TensorDictBase, done_path: Path = ("next", "done")) -> Tensor
 
 
 def check_single_steps(batch: Mapping[str, object] | TensorDictBase) -> None:
-    """Raise ValueError if `MultiStep` has summed rewards of a batch, a TensorDict or a dict."""
+    """Raise ValueError if `MultiStep` has summed the rewards of a batch, a TensorDict or a dict."""
     if batch.get(STEPS_AHEAD[0], None) is not None:
         what = "the batch has sums of several rewards, and their number as steps_to_next_obs, expected single rewards"
         mend = "take the batch before MultiStep changes it, and use either MultiStep or MultiStepSampler"
@@ -185,7 +185,7 @@ def check_single_steps(batch: Mapping[str, object] | TensorDictBase) -> None:
 
 
 def _counters(batch: TensorDictBase, *keys: Path) -> list[Tensor | None]:
-    """The leaves under these keys; None if there is none, or if it has not one number per frame."""
+    """The leaves under these keys; None for a leaf that is missing, or does not have one number per frame."""
     leaves = [batch.get(key, None) for key in keys]
     return [leaf if isinstance(leaf, Tensor) and leaf.shape == batch.batch_size else None for leaf in leaves]
 
@@ -225,9 +225,9 @@ def check_order(batch: TensorDictBase) -> None:
 
 
 def check_followed(batch: TensorDictBase) -> None:
-    """Raise ValueError if the next steps of most frames are in the batch, but not after them."""
+    """Raise ValueError if the batch has the next steps of most frames, but not directly after them."""
     ids, step = _counters(batch, TRAJECTORY_IDS, STEP)
-    # Rows of a single frame may be samples of a buffer, of which nothing follows another.
+    # Rows of a single frame may be samples of a buffer, which do not follow each other.
     if batch.shape[-1] < 2 or ids is None or step is None:
         return
     goes_on = torch.ones_like(ids, dtype=torch.bool)
@@ -292,7 +292,7 @@ def require(batch: TensorDictBase, key: str | Path, *, tail: tuple[int, ...] | N
 
 
 def optional(batch: TensorDictBase, key: str | Path, *, tail: tuple[int, ...] | None) -> Tensor | None:
-    """The same; None if the batch has no such key."""
+    """`require`, but None if the batch has no such key."""
     return None if batch.get(key, None) is None else require(batch, key, tail=tail)
 
 

@@ -24,7 +24,7 @@ class OpenReturn(NamedTuple):
 
     lane: int
     length: int  # frames so far
-    value: Tensor  # [] float64 ([players] for several): the return so far
+    value: Tensor  # [] float64 ([players] for several players): the return so far
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -123,7 +123,7 @@ def stats_and_missing(batch: TensorDictBase, previous: EpisodeStats | None) -> t
     opened = {} if previous is None else previous.open_returns
     trajectories, of_frame = _trajectories(frames, opened)
     present = set(lanes.tolist())
-    elsewhere = {traj_id: head for traj_id, head in opened.items() if head.lane not in present}
+    elsewhere = {traj_id: so_far for traj_id, so_far in opened.items() if so_far.lane not in present}
     ends = (frames.done & trajectories.whole[of_frame]).nonzero()[:, 0]
     ends = ends[frames.order[ends].argsort()]
     stats = EpisodeStats(
@@ -161,7 +161,7 @@ class _Trajectories(NamedTuple):
 
 
 def counted_frames(batch: TensorDictBase) -> tuple[CountedFrames, Tensor]:
-    """The frames that count, and the lanes in the batch, each once, in increasing order: int64."""
+    """The frames that count, and the lanes in the batch: int64, ascending, each once."""
     split.check_batch(batch)
     time, rows = batch.batch_size[-1], batch.batch_size[:-1].numel()
     several = batch.get(split.STEPS_AHEAD, None) is not None
@@ -181,7 +181,7 @@ def counted_frames(batch: TensorDictBase) -> tuple[CountedFrames, Tensor]:
     return frames, torch.unique(columns.lanes[real])
 
 
-def _check_one_run(batch: TensorDictBase, frames: CountedFrames) -> None:
+def _check_one_run(batch: TensorDictBase, frames: CountedFrames) -> None:  # each lane's ids and steps increase
     order = frames.lanes.argsort(stable=True)
     lanes, ids, steps = frames.lanes[order], frames.traj_ids[order], frames.steps[order]
     back = (ids[1:] < ids[:-1]) | ((ids[1:] == ids[:-1]) & (steps[1:] <= steps[:-1]))
@@ -193,18 +193,19 @@ def _check_one_run(batch: TensorDictBase, frames: CountedFrames) -> None:
 
 
 def _column(batch: TensorDictBase, key: Path, tail: tuple[int, ...], *, default: bool | None = None) -> Tensor:
-    """The leaf under a key, or the default if there is none: one number per frame, ordered by row, [rows * T]."""
+    """The leaf under a key, or the default if there is none: a number per frame, ordered by row, [rows * T]."""
     if default is not None and batch.get(key, None) is None:
         return torch.full((batch.batch_size.numel(),), default)
     return split.require(batch, key, tail=tail).detach().cpu().reshape(-1)
 
 
 def _trajectories(frames: CountedFrames, opened: Mapping[int, OpenReturn]) -> tuple[_Trajectories, Tensor]:
-    """The trajectories of the frames, continued from `opened`, and the index of each frame's ``[F]`` int64."""
+    """The trajectories of the frames, continued from `opened`, and the index of each frame's own: [F] int64."""
+    # A run consists of consecutive frames of one trajectory.
     run_ids, run, sizes = torch.unique_consecutive(frames.traj_ids, return_inverse=True, return_counts=True)
     traj_ids, of_run = torch.unique(run_ids, return_inverse=True)
     of_frame, final, players = of_run[run], sizes.cumsum(0) - 1, frames.rewards.shape[1]
-    lengths, returns = _heads(opened, traj_ids, players)
+    lengths, returns = _before(opened, traj_ids, players)
     lengths.index_add_(0, of_run, sizes)
     place = of_frame[:, None] * players + torch.arange(players)
     returns.view(-1).index_add_(0, place.reshape(-1), frames.rewards.reshape(-1))  # in order, over one dimension
@@ -219,19 +220,19 @@ def _trajectories(frames: CountedFrames, opened: Mapping[int, OpenReturn]) -> tu
     ), of_frame
 
 
-def _heads(opened: Mapping[int, OpenReturn], traj_ids: Tensor, players: int) -> tuple[Tensor, Tensor]:
-    """The lengths ``[G]`` int64 and returns ``[G, players]`` float64 before the batch; zero for new trajectories."""
+def _before(opened: Mapping[int, OpenReturn], traj_ids: Tensor, players: int) -> tuple[Tensor, Tensor]:
+    """The lengths ``[G]`` int64 and returns ``[G, players]`` float64 before the batch; 0 for new trajectories."""
     lengths = torch.zeros_like(traj_ids)
     returns = torch.zeros((len(traj_ids), players), dtype=torch.float64)
     if not opened:
         return lengths, returns
-    values = torch.stack([head.value.reshape(-1) for head in opened.values()])
+    values = torch.stack([so_far.value.reshape(-1) for so_far in opened.values()])
     if values.shape[1] != players:
         raise ValueError(f"the batch has rewards of {players} players, `previous` of {values.shape[1]}: give one run's")
     known = torch.tensor(list(opened))
     here = torch.isin(known, traj_ids)
     place = torch.searchsorted(traj_ids, known[here])
-    lengths[place] = torch.tensor([head.length for head in opened.values()])[here]
+    lengths[place] = torch.tensor([so_far.length for so_far in opened.values()])[here]
     returns[place] = values[here]
     return lengths, returns
 
@@ -242,8 +243,8 @@ def _unfinished(trajectories: _Trajectories) -> dict[int, OpenReturn]:
     newest = torch.full_like(lanes, -1).scatter_reduce_(0, of_trajectory, trajectories.traj_ids, "amax")
     goes_on = trajectories.whole & ~trajectories.ended & (trajectories.traj_ids == newest[of_trajectory])
     ids, lane, length = (column[goes_on].tolist() for column in trajectories[:3])
-    heads = map(OpenReturn, lane, length, _by_player(trajectories.returns[goes_on]).unbind())
-    return dict(zip(ids, heads, strict=True))
+    opened = map(OpenReturn, lane, length, _by_player(trajectories.returns[goes_on]).unbind())
+    return dict(zip(ids, opened, strict=True))
 
 
 def _by_player(returns: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ TrajectoryFormat = Literal["cat", "padded"]
 
 _Table = npt.NDArray[Any]  # structured
 
-_ORDER = ("began", "lane", "traj_id")  # `began`: the step of the lane, since the first batch, with the first frame
-# `row` is the frame's place in its piece, as if that were flat. `done` is 0 or 1: Torch reads aligned columns only.
+_ORDER = ("began", "lane", "traj_id")  # `began`: the lane's step, since the first batch, of the first frame
+# `row` is the frame's place in its flattened piece. `done` is 0 or 1, not bool, since Torch reads aligned columns only.
 _FRAME = np.dtype([(name, np.int64) for name in (*_ORDER, "step", "done", "piece", "row")])
 
 
@@ -40,14 +40,14 @@ class _Runs:
         lanes, lane = np.unique(first["lane"], return_inverse=True)
         latest = np.full(len(lanes), -1)
         np.maximum.at(latest, lane, first["began"])
-        self.lost = ~unbroken | (~done & (first["began"] < latest[lane]))  # they will never be whole
+        self.lost = ~unbroken | (~done & (first["began"] < latest[lane]))  # whether it can never become whole
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PendingTrajectories:
     """Frames of trajectories that have not been delivered: a value, which `rollout_trajectories` takes and returns.
 
-    Trajectories that had begun before the first batch are left out, and those that `reset` interrupted.
+    Trajectories that began before the first batch, or that `reset` interrupted, are left out.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
@@ -58,7 +58,7 @@ class PendingTrajectories:
     True
     """
 
-    _pieces: tuple[TensorDictBase, ...] = ()  # batches that have the frames
+    _pieces: tuple[TensorDictBase, ...] = ()  # batches with the frames
     _table: _Table = field(default_factory=lambda: np.zeros(0, _FRAME))  # the frames in order
     _steps: Mapping[int, int] = field(default_factory=dict)  # by lane: the steps so far
     _final: FinalObservations | None = None  # of ends in compact batches
@@ -73,7 +73,7 @@ class PendingTrajectories:
     def add(self, batch: TensorDictBase) -> PendingTrajectories:
         """Return these frames and those of the next batch ``[*B, T]``.
 
-        A lane that the batch lacks has left the run, and its frames are dropped. One that it brings begins now.
+        A lane that the batch lacks has left the run, and its frames are dropped. A new lane begins now.
         """
         check_batch(batch)
         batch = batch.clone(recurse=False).unlock_()
@@ -109,8 +109,8 @@ class PendingTrajectories:
         runs = _Runs(self._table)
         if len(runs.start) < count or not runs.whole[:count].all():
             return None
-        mine = (np.arange(len(runs.start)) < count).repeat(runs.length)
-        return self._frames(self._table[mine]), self._only(self._table[~mine])
+        taken = (np.arange(len(runs.start)) < count).repeat(runs.length)
+        return self._frames(self._table[taken]), self._only(self._table[~taken])
 
     @property
     def has_whole(self) -> bool:
@@ -118,7 +118,7 @@ class PendingTrajectories:
         return bool(_Runs(self._table).whole.any())
 
     def take_whole(self, most: int | None = None) -> tuple[list[TensorDictBase], PendingTrajectories]:
-        """Return all whole trajectories, also if earlier ones are not, in parts of at most `most`; and the rest."""
+        """Return all whole trajectories, in parts of at most `most`, even if earlier ones are not; and the rest."""
         runs = _Runs(self._table)
         number = (runs.whole.cumsum() - 1) // (most or len(self) or 1)  # of the part that a trajectory is in
         part = np.where(runs.whole, number, -1).repeat(runs.length)
@@ -147,7 +147,7 @@ class PendingTrajectories:
         return self._final[self._final.find(ids, step)]
 
     def _only(self, table: _Table) -> PendingTrajectories:
-        """These frames alone. If less than half of a batch is left, it is copied, so that its memory is free."""
+        """These frames alone. If less than half of a batch is left, it is copied to free its memory."""
         table = table.copy()
         pieces: list[TensorDictBase] = []
         for piece in np.unique(table["piece"]):

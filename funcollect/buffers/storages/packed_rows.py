@@ -27,7 +27,7 @@ from funcollect.trajectories.split import ASSIGNABLE, readable
 from funcollect.tree import Path, nest
 
 _WORD = 8  # bytes
-_LEAST_SHARED = 64  # bytes: to find an equal one among smaller observations would take as much memory as it saves
+_LEAST_SHARED = 64  # bytes: for smaller observations, the tables to find equal ones take as much memory as is saved
 
 # Integers of the same width carry dtypes that NumPy lacks.
 _FLOATS8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
@@ -39,11 +39,11 @@ Records = npt.NDArray[np.void]  # rows [N], each as a struct with a field per co
 
 @dataclass(frozen=True)
 class PackedLeaf:
-    """The place of a leaf in a row, which has the numbers of a shared leaf's planes instead (see `SharedLeaves`)."""
+    """The place of a leaf in a row; of a shared leaf, a row has the numbers of its planes (see `SharedLeaves`)."""
 
     index: int  # of its column
     path: Path
-    form: _Form  # in a batch; the others are those in the row
+    form: _Form  # in a batch; the next fields describe it in the row
     shape: tuple[int, ...]  # of one frame
     dtype: torch.dtype
     offset: int  # bytes from the beginning of the row
@@ -69,7 +69,7 @@ def leaves_of(data: Any, prefix: Path = ()) -> dict[Path, Tensor]:
 
 
 def form_of(batch: TensorDict, leaves: list[Tensor]) -> list[Any]:
-    """The size, keys, shapes and dtypes of a batch, whose leaves are added to `leaves`; unique if it holds others."""
+    """The size, keys, shapes and dtypes of a batch; unique if it holds other objects. Adds its leaves to `leaves`."""
     form: list[Any] = [batch.batch_size]
     for name, value in batch.items():
         if type(value) is Tensor:
@@ -129,7 +129,7 @@ class RowLayout:
     ) -> None:
         self.item_dims = item_dims  # the batch dimensions of a single frame, which may be a sequence
         self.item_names = tuple(item_names) if any(item_names) else ()  # of these dimensions, such as "time"
-        self.structure = structure  # that of a frame that is a tree; None for TensorDicts
+        self.structure = structure  # of a frame that is a tree; None for TensorDicts
         self.planes = planes or {}  # the number of planes of each shared leaf
         stored = {**forms, **{path: ((count,), torch.int32) for path, count in self.planes.items()}}
         order, offset, columns = {path: index for index, path in enumerate(forms)}, 0, dict[Path, PackedLeaf]()
@@ -148,7 +148,7 @@ class RowLayout:
         self.words, self.names = self.nbytes // _WORD, [*map(str, forms)]
         carriers = [torch.empty(0, dtype=_CARRIERS.get(leaf.dtype, leaf.dtype)).numpy() for leaf in self.columns]
         typed = [(array.dtype, leaf.shape) for array, leaf in zip(carriers, self.columns, strict=True)]
-        # A row as a struct with a field per column; as one, NumPy sees its values, or nothing but their bytes.
+        # A row as a struct with a field per column, which has the typed values, or only their bytes.
         offsets = [leaf.offset for leaf in self.columns]
         self._typed, self.opaque = (
             np.dtype({"names": self.names, "formats": formats, "offsets": offsets, "itemsize": self.nbytes})
@@ -180,7 +180,7 @@ class RowLayout:
         leaves = [(leaf.path, leaf.form[0], str(leaf.form[1]).removeprefix("torch.")) for leaf in self.columns]
         saved: dict[str, Any] = {"leaves": leaves, "item_dims": self.item_dims, "item_names": self.item_names}
         if self.structure is not None:
-            saved["tree"] = _written(self.structure)
+            saved["tree"] = _text_of(self.structure)
         return {"batch": saved, "planes": [*self.planes.items()]}
 
     def kinds(self) -> dict[tuple[int, int, torch.dtype], list[PackedLeaf]]:
@@ -207,7 +207,7 @@ class RowLayout:
                 raise ValueError(f"{what}, {held}: convert it before extending, or store it in another buffer")
 
     def check_some(self, leaves: Mapping[Path, Tensor]) -> None:
-        """Raise ValueError unless these leaves [N, ...] are some of the frames', in memory of each frame's own."""
+        """Raise ValueError unless these leaves [N, ...] are some of the frames', and not shared between frames."""
         own = {leaf.path: leaf.form for leaf in self.columns if leaf.path not in self.planes}
         for path, leaf in leaves.items():
             if path not in own:
@@ -231,7 +231,7 @@ class RowLayout:
         }
 
     def unpack(self, rows: Tensor | Records, leaves: list[Tensor] | None = None) -> Any:
-        """The batch in `rows` [N, words] int64, contiguous; by default its leaves, by column, are views of them."""
+        """The batch in `rows` [N, words] int64, contiguous; `leaves` by column are by default views of the rows."""
         if leaves is None:
             leaves = self.views(rows) if isinstance(rows, Tensor) else self.leaves(rows)
         if self.structure is not None:
@@ -286,7 +286,7 @@ class ViewedRows:
             self._fields = [self.records.view(layout.opaque)[name] for name in layout.names]
 
     def __reduce__(self) -> Any:
-        return ViewedRows, (self.layout, self.tensor)  # a copy of the views would be none of the copied rows
+        return ViewedRows, (self.layout, self.tensor)  # copied views would not be views of the copied rows
 
     def write(self, slot: int, count: int, leaves: Mapping[Path, Tensor], ndim: int, first: int = 0) -> None:
         """Write frames of leaves ``[*B, T, ...]`` from `first` on, by time, then by lane, to rows from `slot` on."""
@@ -329,7 +329,7 @@ def _build(nested: Mapping[str, Any], leaves: list[Tensor], attributes: Mapping[
 
 @lru_cache
 def _attributes(size: torch.Size, device: torch.device | None, item_names: tuple[str | None, ...]) -> dict[str, Any]:
-    """Those of a TensorDict as tensordict makes it; to copy them takes a third of the time."""
+    """The attributes of a TensorDict as tensordict makes it. Copying them takes a third of the time."""
     names = [None, *item_names] if item_names else None
     return {**vars(TensorDict._new_unsafe({}, batch_size=size, device=device, names=names))}
 
@@ -342,8 +342,8 @@ def gather(records: Records, slots: Ints, mask: Bools | None = None) -> Records:
     return found
 
 
-def _written(structure: Any) -> str:
-    """A structure as Python writes a tree of zeros; TypeError unless that can be read without running code."""
+def _text_of(structure: Any) -> str:
+    """A structure as the text of a tree of zeros; TypeError unless the text can be read without running code."""
     text = repr(optree.tree_unflatten(structure, [0] * structure.num_leaves))
     with contextlib.suppress(ValueError, SyntaxError):
         if optree.tree_structure(ast.literal_eval(text)) == structure:
@@ -352,7 +352,7 @@ def _written(structure: Any) -> str:
 
 
 def _observations(leaves: Mapping[Path, Tensor], ndim: int) -> dict[Path, int]:
-    """The number of planes, 1, of observations and next observations of one shape and dtype; ValueError if none."""
+    """By path, 1 plane for observations and next observations of one shape and dtype; ValueError without any."""
     found = list[Path]()
     for path, leaf in leaves.items():
         root = leaves.get(path[1:]) if path[:1] == ("next",) and path[1:] and path[1] not in RESERVED else None
@@ -365,7 +365,7 @@ def _observations(leaves: Mapping[Path, Tensor], ndim: int) -> dict[Path, int]:
 
 
 def _stacks(leaves: Mapping[Path, Tensor], ndim: int, frame_stack: int) -> dict[Path, int]:
-    """The number of planes, `frame_stack`, of observations that are stacks, also below ``next``; ValueError if none."""
+    """By path, `frame_stack` planes for observations that are stacks, also below ``next``; ValueError without any."""
     found, shapes = {}, {path: leaf.shape[ndim:] for path, leaf in leaves.items()}
     for path, shape in shapes.items():
         root = path[1:] if path[:1] == ("next",) else path

@@ -1,7 +1,7 @@
 """Storages of frames as packed rows, in memory or in a memory-mapped file that other processes can read.
 
 The file begins with a header, which describes the rows in JSON. Two of its words give the range of complete frames:
-they are withdrawn before their rows are overwritten, and published once they are complete.
+frames leave it before their rows are overwritten, and enter it once they are complete.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _NONE_ADMITTED: tuple[Any, tuple[int, ...], list[KeyPath], RowLayout | None] = N
 class LazyTensorStorage(Storage):
     """Frames as packed rows in memory. The first batch fixes keys, shapes and dtypes, and memory is allocated then.
 
-    Samples are the same with and without `compact_obs` and `frame_stack`. What they store once is in memory that has
-    room for one such part per frame at first, and grows if frames share less.
+    Samples are the same with and without `compact_obs` and `frame_stack`. The parts that these store once are in memory
+    that has room for one part per frame at first, and grows if frames share less.
 
     Args:
         max_size: the capacity in frames.
         ndim: the number of batch dimensions, time last.
-        device: the device of rows and samples; by default the CPU, the only one for the next two.
+        device: the device of rows and samples; by default the CPU, which `compact_obs` and `frame_stack` need.
         compact_obs: store equal observations and next observations of at least 64 bytes once.
         frame_stack: the number of stacked frames in an observation, its first dimension. Each distinct frame is then
             stored once, for observations and next observations.
@@ -167,18 +167,18 @@ class LazyTensorStorage(Storage):
         found = {path: leaf.cpu() for path, leaf in leaves_of(self.read(slots)).items()}
         return {path: leaf.reshape(-1) for path, leaf in found.items() if leaf.numel() == len(slots)}
 
-    def _check_unread(self) -> None:
+    def _check_unread(self) -> None:  # by other processes
         if self.scratch_dir is not None:
             what = f"other processes may read the frames in {self.scratch_dir}, so none can be overwritten"
             raise ValueError(f"{what}: extend instead, or leave scratch_dir out")
 
     def _announce(self, oldest: int, written: int) -> None:
-        """Publish that exactly the frames ``oldest … written - 1`` are complete; before and after they are written."""
+        """Publish that only the frames ``oldest … written - 1`` are complete; called before and after each write."""
 
     def _allocate(self, layout: RowLayout, existsok: bool = False) -> tuple[ViewedRows, SharedLeaves]:
-        """Memory for rows and planes; `existsok` allows to replace existing files."""
+        """Memory for rows and planes; with `existsok`, existing files are replaced."""
         with memory_for(lambda: f"a storage of {self.max_size:,} frames of {layout.nbytes:,} bytes"):
-            if layout.planes:  # no numbers of planes yet; NumPy's zeros take memory as they are written, unlike Torch's
+            if layout.planes:  # all plane numbers are 0; NumPy's zeros take memory as they are written, unlike Torch's
                 rows = torch.from_numpy(np.zeros((self.max_size, layout.words), np.int64))
             else:
                 rows = torch.empty(self.max_size, layout.words, dtype=torch.int64, device=self.device)
@@ -198,7 +198,7 @@ class LazyTensorStorage(Storage):
                 return (shared if shared.pools else rows.layout).unpack(records)
             words = torch.from_numpy(records.view(np.int64).reshape(len(slots), -1))
             return rows.layout.unpack(words.pin_memory().to(self.device, non_blocking=True))
-        # Where priorities are on the device, the slots are there already.
+        # If priorities are on the device, so are the slots.
         gathered = rows.tensor.index_select(0, torch.as_tensor(slots, device=self.device))
         if mask is not None:
             gathered[torch.from_numpy(~mask).to(self.device)] = 0
@@ -277,7 +277,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self._existsok = existsok
         self._file: RowsFile | None = None
-        self._base = 0  # the number of the first frame after `empty`: for readers, numbers only increase
+        self._base = 0  # added to numbers for readers, for whom they only increase, also after `empty`
 
     @override
     def _allocate(self, layout: RowLayout, existsok: bool = False) -> tuple[ViewedRows, SharedLeaves]:
@@ -285,7 +285,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         wanted = f"{self.max_size} frames of {nbytes} bytes, {self.max_size * nbytes} in all"
         with contextlib.ExitStack() as stack:
             directory = self.scratch_dir
-            if directory is None:  # open files live on without their names
+            if directory is None:  # open files stay usable after they are deleted
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="funcollect-")))
             path, fresh = directory / _NAME, directory / _FRESH
             if path.exists() and not (existsok or self._existsok):
@@ -322,7 +322,7 @@ class LazyMemmapStorage(LazyTensorStorage):
 
 
 class RowsFile:
-    """The memory-mapped file of a `LazyMemmapStorage`: its header and its rows. A new one if these are given."""
+    """The memory-mapped file of a `LazyMemmapStorage`: header and rows. With a `header` and `words`, a new one."""
 
     def __init__(self, path: Path, header: dict[str, Any] | None = None, words: int = 0) -> None:
         file = RowsInFile(path, 1, reading=header is None)
@@ -348,12 +348,12 @@ class RowsFile:
         """The number of the oldest complete frame, and one past the number of the newest."""
         while True:
             written, oldest = int(self.words[_WRITTEN]), self.oldest
-            if written == self.words[_WRITTEN]:  # else all frames of the range may have been withdrawn since
+            if written == self.words[_WRITTEN]:  # otherwise the range may have moved in between
                 return oldest, written
 
 
 def attach(directory: Path) -> tuple[RowsFile, RowLayout, SharedLeaves]:
-    """The file that another process writes in its `scratch_dir`, the layout of its frames, and their shared leaves."""
+    """The file that another process writes in its `scratch_dir`, the layout of frames, and their shared leaves."""
     path = directory / _NAME
     if not path.exists():
         raise FileNotFoundError(f"{directory} has no frames of a storage: give its scratch_dir, after the first extend")

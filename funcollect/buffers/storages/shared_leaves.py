@@ -1,4 +1,4 @@
-"""Stores equal parts of observations once: a row has the numbers of a leaf's planes instead of the leaf.
+"""Stores equal parts of observations once: instead of a leaf, a row has the numbers of the leaf's planes.
 
 A plane is a whole observation, which is also the next observation of the frame before it, or one of the k frames of a
 stack, which is in k stacks. No order of frames is assumed, since planes are compared.
@@ -31,20 +31,20 @@ from funcollect.tree import Path as KeyPath
 
 PLANES = "planes-{}.bin"  # the names of the files of a storage
 _ROWS = "rows-{}.bin"  # the names of those of a dump, by the numbers of their first frames
-_PARTS = 16  # one has at most this part of the capacity: it can be deleted only once all its frames are gone
-_BYTES = 1 << 26  # and at most so many bytes of rows: a file is read and written as a whole
+_PARTS = 16  # a file has at most this part of the capacity: it can be deleted only once all its frames are gone
+_BYTES = 1 << 26  # and at most so many bytes of rows: it is read and written as a whole
 _WORD = 8  # bytes
-_AT_ONCE, _BYTES_AT_ONCE = 64, 1 << 17  # frames, or bytes of a leaf if these are more frames, that are added together
+_AT_ONCE, _BYTES_AT_ONCE = 64, 1 << 17  # frames, or bytes of a leaf if those are more, that are added together
 _SPARE = 64  # room for one plane more per this number of frames: each episode has one more plane than frames
 _PLANE = ("plane",)
 
 _Hashes = npt.NDArray[np.uint64]
-_Numbers = npt.NDArray[np.int32] | Ints  # of planes, as rows have them, or as arrays have indices
+_Numbers = npt.NDArray[np.int32] | Ints  # of planes, as stored in rows, or as indices
 
 
 @contextmanager
 def room_for(message: str) -> Iterator[None]:
-    """Raise an OSError that begins with this message if the disk has no room for what is written in the block."""
+    """Raise an OSError that begins with this message if the disk has no room for the data written in the block."""
     try:
         yield
     except OSError as error:
@@ -104,7 +104,7 @@ class RowsInFile(HeldRows):
 
 
 class PlanePool:
-    """Planes by number. Equal ones are stored once, for as long as rows refer to them; plane 0 has zeros, and stays.
+    """Planes by number. Equal ones are stored once, for as long as rows refer to them. Plane 0 is all zeros, and stays.
 
     A plane is found by a hash of its bytes, and then compared. `count` planes have room at first; 0 is for reading.
     """
@@ -115,8 +115,8 @@ class PlanePool:
         self._hashes: _Hashes = np.zeros(0, np.uint64)  # by number
         self._uses = np.zeros(0, np.int64)  # by number: how often stored frames contain it
         self._recent = np.zeros(0, np.int64)  # by the first bits of a hash: the newest plane with them
-        self._free = np.zeros(0, np.int64)  # the numbers of planes that are not in use any more
-        self._end = 1  # numbers from here on were never used
+        self._free = np.zeros(0, np.int64)  # the numbers of planes that are no longer used
+        self._end = 1  # numbers from here on have never been used
         if count:
             self._grow(count)
             self.memory.rows[0] = 0
@@ -126,11 +126,11 @@ class PlanePool:
         """The numbers [N] of `planes` [N, words], which are stored if they are new; each counts as one use."""
         hashes = self._hash(planes)
         distinct, first, group = np.unique(hashes, return_index=True, return_inverse=True)
-        if not (planes == planes.take(first[group], axis=0)).all():  # some have the same hash: one after the other
+        if not (planes == planes.take(first[group], axis=0)).all():  # hashes collide: add one by one
             return np.concatenate([self.add(plane[None]) for plane in planes])
         found = self._recent.take(self._place(distinct))
         known = (self._hashes.take(found) == distinct) & (self._uses.take(found) > 0)
-        # A plane is no longer found if a later one has taken its place in `_recent`. It is then stored twice.
+        # A plane is not found if a later one has its place in `_recent`, and is then stored twice.
         known[known] = (self.memory.rows.take(found[known], axis=0) == planes.take(first[known], axis=0)).all(axis=1)
         fresh = first[~known]
         taken = self._take(len(fresh))
@@ -146,7 +146,7 @@ class PlanePool:
         np.subtract.at(self._uses, numbers, 1)
         self._free = np.concatenate([self._free, np.unique(numbers[self._uses[numbers] == 0])])
 
-    def _take(self, count: int) -> Ints:
+    def _take(self, count: int) -> Ints:  # numbers for so many new planes
         cut = max(len(self._free) - count, 0)
         end = self._end + count - (len(self._free) - cut)
         if end > len(self._uses):
@@ -165,9 +165,9 @@ class PlanePool:
         """The places of hashes in `_recent`, whose length is a power of two."""
         return (hashes >> np.uint64(65 - len(self._recent).bit_length())).astype(np.int64)
 
-    def _grow(self, count: int) -> None:
+    def _grow(self, count: int) -> None:  # to room for so many planes
         self.memory.grow(count)
-        for name in ("_hashes", "_uses"):  # `_uses`, whose length counts, comes last: there may be no memory
+        for name in ("_hashes", "_uses"):  # `_uses` last, since its length is the room: memory may run out
             table = getattr(self, name)
             setattr(self, name, np.concatenate([table, np.zeros(count - len(table), table.dtype)]))
         size = 1 << (2 * count - 1).bit_length()
@@ -246,11 +246,11 @@ class SharedLeaves:
         for pool, numbers in self.numbers(rows):
             pool.release(numbers[index].reshape(-1))
 
-    # Numbers of planes are valid in one storage only. So a file has the planes that its rows refer to, each with its
-    # number as one more word, and rows get other numbers when they are loaded.
+    # Numbers of planes are valid in one storage only. So a file has the planes to which its rows refer, each with its
+    # number as one more word, and rows get new numbers when they are loaded.
 
     def used(self, rows: Tensor, index: Ints) -> list[Ints]:
-        """The planes to which the rows at `index` refer, each with its number [N, words + 1], ascending; by pool."""
+        """By pool, the planes to which the rows at `index` refer, each with its number: [N, words + 1], ascending."""
         found = {pool: [np.zeros(1, np.int64)] for pool in self.pools}  # plane 0 is always there
         for pool, numbers in self.numbers(rows):
             found[pool].append(numbers[index].reshape(-1).astype(np.int64))
@@ -269,11 +269,11 @@ class SharedLeaves:
             numbers[index] = new.take(np.searchsorted(old, numbers[index]), mode="clip")
             np.add.at(pool._uses, numbers[index].reshape(-1), 1)
         for pool, (_, new) in tables.items():
-            pool.release(new)
+            pool.release(new)  # the uses that `add` has counted
 
 
 def _parts(leaves: Sequence[Tensor], ndim: int, first: int, plane: RowLayout) -> Iterator[tuple[slice, Ints]]:
-    """Parts of leaves ``[T, *B, ...]`` from frame `first` on: the frames, and rows of their planes, leaf after leaf."""
+    """Yield parts of leaves ``[T, *B, ...]`` from frame `first` on: their frames, and rows of planes, leaf by leaf."""
     steps, lanes = len(leaves[0]), leaves[0].shape[1:ndim].numel()
     size = max(max(_AT_ONCE, _BYTES_AT_ONCE // plane.nbytes) // lanes, 1) if lanes else 1
     for start in range(first // lanes if lanes else steps, steps, size):
@@ -333,7 +333,7 @@ class SegmentFiles(NamedTuple):
         return Segment(start, stop, crc, [len(each) for each in planes])
 
     def load(self, segments: Sequence[Any]) -> None:
-        """Read the frames of these files, oldest first: later ones overwrite those that the ring had lost already."""
+        """Read the frames of these files, oldest first: files may begin with frames that later ones overwrite."""
         for segment in starmap(Segment, segments):
             rows, *planes = self._read(segment)
             slots = np.arange(segment.start, segment.stop) % len(self.rows)

@@ -37,7 +37,7 @@ class Incoming(NamedTuple):
 
     lead: tuple[int, ...]  # the batch dimensions, time last
     leaves: Mapping[KeyPath, Tensor]  # of a TensorDict or a tree
-    content: Any  # what else `write` needs
+    content: Any  # further data for `write`
 
 
 class Dumped(NamedTuple):
@@ -48,7 +48,7 @@ class Dumped(NamedTuple):
 
 
 def slots_at(held: Ints, index: Any) -> Ints:
-    """The slots of `held` at an index of it; TypeError or IndexError if there are none."""
+    """The slots of `held` at an index; TypeError or IndexError for an index that does not fit."""
     try:
         return np.asarray(held[tuple(map(_plain, index)) if isinstance(index, tuple) else _plain(index)])
     except IndexError as error:
@@ -63,7 +63,7 @@ def slots_at(held: Ints, index: Any) -> Ints:
 
 
 def _plain(part: Any) -> Any:
-    """An array for a tensor; of one element, NumPy would take it for a number."""
+    """An array for a tensor: NumPy would take a tensor of one element for a number."""
     return part.numpy(force=True) if isinstance(part, Tensor) else part
 
 
@@ -74,15 +74,15 @@ class Storage(Protocol):
     ndim: int  # the number of batch dimensions, time last: 1 for [T], 2 for [P, T], 3 for [W, P, T]
     device: torch.device  # of samples
     compact_obs: bool  # whether equal observations and next observations are stored once
-    frame_stack: int | None = None  # frames per stack, where each frame is stored once
+    frame_stack: int | None = None  # frames per stack, if each frame is stored once
     scratch_dir: Path | None = None  # of the file that other processes may read
     end: int = 0  # the number of the frame after the newest
     edits: int = 0  # how often frames were overwritten by `put`
     linked: bool = False  # whether an index of trajectories depends on the frames
-    lock: AbstractContextManager[Any] = nullcontext()  # the one of the buffer
+    lock: AbstractContextManager[Any] = nullcontext()  # the buffer's
 
     def recognized(self, data: Any) -> Incoming | None:
-        """What `admit` would return, if the batch has the form of the one before, which is admitted already."""
+        """The result of `admit` without checks, if the batch has the form of the previous one; else None."""
         return None
 
     def admit(self, data: Any) -> Incoming:
@@ -130,7 +130,7 @@ class Storage(Protocol):
         self.edits += 1
 
     def overwrite(self, slots: Ints, data: Any) -> None:
-        """Do what `put` says, after its checks."""
+        """Overwrite frames for `put`, which has checked the slots."""
 
     def amend(self, slots: Ints, leaves: Mapping[KeyPath, Tensor]) -> None:
         """Overwrite leaves [N, ...] of the frames in `slots` [N], each once; see `ReplayBuffer.update`."""
@@ -141,7 +141,7 @@ class Storage(Protocol):
         raise TypeError(f"{self} keeps objects, which have no columns: store TensorDicts in a LazyTensorStorage")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "lock"}  # which belongs to the buffer
+        return {name: value for name, value in vars(self).items() if name != "lock"}  # the buffer's
 
     def __len__(self) -> int:
         return min(self.end, self.max_size)
@@ -170,7 +170,7 @@ class Storage(Protocol):
 
 
 def check_size(max_size: Any) -> None:
-    """Raise unless `max_size` is a number of frames that a storage can hold."""
+    """Raise TypeError or ValueError unless `max_size` is a number of frames that a storage can hold."""
     check_positive("max_size", max_size, example=100_000)
     if max_size >= 2**31:
         raise ValueError(f"max_size is {max_size}, expected less than 2**31 frames: pass for example max_size=100000")
@@ -201,10 +201,10 @@ class ListStorage(Storage):
     def admit(self, data: Any) -> Incoming:
         if not hasattr(data, "__len__") or isinstance(data, (str, bytes, dict)):
             raise TypeError(f"the data is {type(data).__name__}, expected a sequence of items: give a list of them")
-        tensors, leaves = isinstance(data, (TensorDictBase, Tensor)), dict[KeyPath, Tensor]()
+        unbound, leaves = isinstance(data, (TensorDictBase, Tensor)), dict[KeyPath, Tensor]()
         if self.linked and isinstance(data, TensorDictBase):
             leaves = {key if isinstance(key, tuple) else (key,): leaf for key, leaf in data.items(True, True)}
-        return Incoming((len(data),), leaves, data.clone().unbind(0) if tensors else list(data))
+        return Incoming((len(data),), leaves, data.clone().unbind(0) if unbound else list(data))
 
     @override
     def write(self, batch: Incoming, start: int) -> None:
@@ -276,14 +276,14 @@ class ListStorage(Storage):
 
 
 def _as_dict(item: Any) -> Any:
-    """An item as it is saved: a TensorDict of tensors as a dict, which is read without running code."""
+    """An item as it is saved: a TensorDict of tensors as a dict, which can be read without running code."""
     if not isinstance(item, TensorDictBase) or not all(isinstance(leaf, Tensor) for leaf in item.values(True, True)):
         return item
     return {_TENSORDICT: flatten(item), "shape": tuple(item.batch_size)}
 
 
 def _not_plain(item: Any) -> Iterator[Any]:
-    """The parts of an item that `torch.load` does not read with ``weights_only=True``."""
+    """Yield the parts of an item that `torch.load` refuses with ``weights_only=True``."""
     if type(item) in (list, tuple, set, dict, OrderedDict, Counter):
         for part in (*item, *item.values()) if isinstance(item, dict) else item:
             yield from _not_plain(part)

@@ -1,4 +1,4 @@
-"""Imports Ray, and defines the class of its actors: each holds a worker, or a collector with its own workers."""
+"""Imports Ray, and defines its actors: each holds a worker, which may be a collector with its own workers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def worker_of(packed: bytes) -> PackingWorker:
 
 
 class PackingWorker(Worker):
-    """A worker whose rollouts and weights are sent as one array each. Its runner may be of the user's own class.
+    """A worker whose rollouts and weights are sent as one array each. Its collector may be of the user's own class.
 
     Each batch is packed into the same memory, from where it has to be copied before the next one.
     """
@@ -82,7 +82,7 @@ class PackingWorker(Worker):
     @override
     def collect(self) -> tuple[PackedBatch, tuple[Any, ...]]:
         known = self._packed_layout
-        columns = NOWHERE if known is None or known.single is None else self._leaves  # recorded there: without a copy
+        columns = NOWHERE if known is None or known.single is None else self._leaves  # recorded there, without a copy
         batch, report = self.roll_out(columns)
         single = self._single(batch) if known is None else known.single
         leaves = flatten(batch) if single is None else turned(batch, single)
@@ -94,7 +94,7 @@ class PackingWorker(Worker):
         return PackedBatch(self._packed_layout if known is None else None, self._memory), report
 
     def _single(self, batch: TensorDictBase) -> bool | None:
-        """Whether the environment of a rollout has no batch dimension; None for a batch of another kind."""
+        """Whether the environment of a rollout has no batch dimension; None for a batch with other dimensions."""
         single = self._runner.env.num_envs is None
         return single if batch.ndim == (1 if single else 2) else None
 
@@ -107,7 +107,7 @@ class PackingWorker(Worker):
 
     def fetch(self, version: int, policy: bytes | None, layout: MemoryLayout, memory: Memory) -> None:
         """Copy weights, and act with them from now on."""
-        leaves = layout.leaves(np.array(memory))  # a copy: what Ray shares is not written, nor kept
+        leaves = layout.leaves(np.array(memory))  # a copy, since Ray's memory is read-only, and must not be kept
         self.adopt({path[0]: leaf for path, leaf in leaves.items()}, version, policy)
 
 
@@ -129,7 +129,7 @@ class NestedWorker(PackingWorker):
         return None
 
     @override
-    def _standing(self) -> tuple[Progress, int, int, int]:
+    def _report_start(self) -> tuple[Progress, int, int, int]:
         run, (restarts, lost) = self._run, self._counted
         self._counted = run.restarts, run.lost
         progress = run.progress(self._batches, self._frames)
@@ -167,7 +167,7 @@ class RayWorker:
             return self._answer(name, args)
 
     def hurry(self, name: str, *args: Any) -> Any:
-        """The answer to a call that goes before the waiting ones, once the rollout under way has ended."""
+        """The answer to a call that overtakes waiting ones; it runs once the rollout under way has ended."""
         self._built.wait()
         self._nothing_urgent.clear()
         with self._one_at_a_time:
@@ -188,7 +188,7 @@ class RayWorker:
 
     @staticmethod
     def signs() -> int:
-        """A number that has changed if it has shown a sign of life."""
+        """A number that changes whenever the worker shows a sign of life."""
         return SIGNS.shown
 
     def stack(self) -> str:

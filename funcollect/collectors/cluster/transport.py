@@ -31,7 +31,7 @@ _GROUPS = {"hurry": 1, "look": 1}  # threads of an actor besides the one that wo
 _TO_CLOSE = 2.0  # seconds that actors have to close their environments
 _TO_REPORT = 1.0  # seconds within which an actor shows its Python stack
 _TO_FETCH = 30.0  # seconds within which an object that is there can be read
-_MOST_IDLE = 3  # pieces of a size that wait to be written again: fresh memory costs ten times a copy into warm one
+_MOST_IDLE = 3  # pieces of one size that are kept for reuse: a copy into fresh memory takes ten times as long
 
 
 class RayHandle(WorkerHandle):
@@ -41,11 +41,11 @@ class RayHandle(WorkerHandle):
         self.actor, self._config, self._eager = actor, config, eager
         self._sent: deque[tuple[Any, Call]] = deque()  # calls that will be answered in order
         self._hurried: deque[tuple[Any, Call]] = deque()  # calls that are answered before those
-        self.there: set[Any] = set()  # the references to answers that Ray reports as readable
+        self.readable: set[Any] = set()  # the references to answers that Ray reports as readable
         self._packed_layout: PackedLayout | None = None
         self._signs: int = 0  # of life, as last reported
-        self._signs_ref, self._node_ref = self._look("signs"), self._look("node")  # to the next report, and the node
-        self._gone = ""
+        self._signs_ref, self._node_ref = self._look("signs"), self._look("node")  # to the next sign, and the node
+        self._gone = ""  # the cached result of `gone`
 
     def _look(self, name: str) -> Any:
         """A reference to the answer of a method that the actor calls beside its work."""
@@ -85,11 +85,11 @@ class RayHandle(WorkerHandle):
     def receive(self) -> tuple[int, Any] | Loss | None:
         if self.gone:
             return Loss(self.gone)
-        queue = next((each for each in (self._hurried, self._sent) if each and each[0][0] in self.there), None)
+        queue = next((each for each in (self._hurried, self._sent) if each and each[0][0] in self.readable), None)
         if queue is None:
             return None
         ref, call = queue.popleft()
-        self.there.remove(ref)
+        self.readable.remove(ref)
         try:
             value = ray.get(ref, timeout=_TO_FETCH)
         except ray.exceptions.RayError as error:
@@ -129,7 +129,7 @@ class RayHandle(WorkerHandle):
 
 
 def _answer(ref: Any, timeout: float = 0) -> Any:
-    """A value that arrives within so many seconds, or the error of Ray in its place; None if neither does."""
+    """The value, or Ray's error, that arrives within so many seconds; None if neither does."""
     if not ray.wait([ref], timeout=timeout)[0]:
         return None
     try:
@@ -146,7 +146,7 @@ def _reason_of(error: BaseException) -> str:
 
 
 class MemoryPool:
-    """Memory of this process that batches borrow, and return once no view of it lives."""
+    """Memory of this process that batches borrow, and return once no view of it is alive."""
 
     def __init__(self) -> None:
         self._idle: defaultdict[int, deque[Memory]] = defaultdict(lambda: deque(maxlen=_MOST_IDLE))
@@ -163,10 +163,10 @@ class MemoryPool:
 class RayAssembler(BatchAssembler):
     """Copies rollouts of actors out of the object store; those of several actors are stacked."""
 
-    def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup, *, of_single_ones: MemoryPool) -> None:
+    def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup, *, single_pool: MemoryPool) -> None:
         super().__init__(submit, group)
         # Stacked batches have another size, and their memory is freed with this object.
-        self._memory_pool = of_single_ones if group.join is None else MemoryPool()
+        self._memory_pool = single_pool if group.join is None else MemoryPool()
 
     @override
     def deliver(self, pending: PendingBatch) -> TensorDict:
@@ -181,7 +181,7 @@ class RayAssembler(BatchAssembler):
         np.concatenate(memories, out=memory)
         batch = packed_layout.batch(memory, None if self.group.join is None else len(memories))
         for call in pending.calls:
-            call.value = (None, call.value[1])  # so that the object store drops the rollout
+            call.value = (None, call.value[1])  # lets the object store free the rollout
         return batch
 
 
@@ -214,19 +214,18 @@ class RayTransport(Transport):
     _init: Mapping[str, Any] | None = None
 
     def __init__(self, init: Mapping[str, Any] | None, *, num_threads: int, accelerators: bool, eager: bool) -> None:
-        own = RayTransport
-        with own._lock:
+        with RayTransport._lock:
             started = not ray.is_initialized()
             if started:
                 with warnings.catch_warnings():  # JAX warns of forks; those of Ray become other programs at once
                     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
                     ray.init(**{"include_dashboard": False, "logging_level": "warning", **(init or {})})
-                own._users, own._init = 0, init
-            self._counted = started or own._users > 0  # otherwise Ray was started by the user
-            if init is not None and not (self._counted and init == own._init):
+                RayTransport._users, RayTransport._init = 0, init
+            self._counted = started or RayTransport._users > 0  # otherwise the user has started Ray
+            if init is not None and not (self._counted and init == RayTransport._init):
                 mend = "leave it out, or call ray.shutdown() before"
                 raise ValueError(f"ray_init_config is given, but Ray runs in this process already: {mend}")
-            own._users += self._counted
+            RayTransport._users += self._counted
         self._num_threads, self._accelerators, self._eager = num_threads, accelerators, eager
 
     @override
@@ -248,10 +247,10 @@ class RayTransport(Transport):
         if not heads:
             time.sleep(timeout)
             return ()
-        there, _ = ray.wait(list(heads), num_returns=1 if timeout else len(heads), timeout=timeout)
-        for ref in there:
-            handles[heads[ref]].there.add(ref)
-        return dict.fromkeys(heads[ref] for ref in there)
+        readable, _ = ray.wait(list(heads), num_returns=1 if timeout else len(heads), timeout=timeout)
+        for ref in readable:
+            handles[heads[ref]].readable.add(ref)
+        return dict.fromkeys(heads[ref] for ref in readable)
 
     @override
     def close(self, handles: Sequence[Any]) -> None:
@@ -262,10 +261,9 @@ class RayTransport(Transport):
 
     @override
     def leave(self) -> None:
-        own = RayTransport
-        with own._lock:
-            own._users -= self._counted
-            if self._counted and own._users == 0 and ray.is_initialized():
+        with RayTransport._lock:
+            RayTransport._users -= self._counted
+            if self._counted and RayTransport._users == 0 and ray.is_initialized():
                 ray.shutdown()
             self._counted = False
 
@@ -273,7 +271,7 @@ class RayTransport(Transport):
 def over_ray(init: Mapping[str, Any] | None, **options: Any) -> Means:
     """Workers in actors; see `RayTransport`."""
     transport = RayTransport(init, **options)
-    return Means(transport, partial(RayAssembler, of_single_ones=MemoryPool()), RayWeightStore())
+    return Means(transport, partial(RayAssembler, single_pool=MemoryPool()), RayWeightStore())
 
 
 def _demand(config: Mapping[str, Any]) -> dict[str, float]:
@@ -293,7 +291,7 @@ def resources(configs: Sequence[Mapping[str, Any]]) -> str:
 def check_room(configs: Sequence[Mapping[str, Any]], first: int, taken: Sequence[Mapping[str, Any]] = ()) -> None:
     """Raise WorkerError if the cluster is too small for these actors beside those that are `taken`.
 
-    What is refused fits nowhere, however Ray places it. What is not refused may still have to wait for other jobs.
+    Actors that are refused fit nowhere, however Ray places them. Others may still have to wait for other jobs.
     """
     wanted = [_units(_demand(config)) for config in (*taken, *configs)]
     nodes, refused = [_units(node["Resources"]) for node in _alive()], set[int]()

@@ -1,1 +1,1 @@
-"""What worker collectors share, whatever the transport: the pool, gathering, weights, and the worker loop itself."""
+"""Workers over any transport: the jobs and the worker itself, gathering of batches, and weights."""

@@ -1,4 +1,4 @@
-"""Gathers batches from workers, over any transport: of all workers together, or of each as they arrive."""
+"""Gathers batches from workers, over any transport: of all workers together, or of one at a time as they arrive."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from funcollect.tree import flatten, to_batch
 
 Join = Literal["stack", 0, -1]
 
+# The fields of `WorkerInfo` that are the same for all workers, with their names in messages.
 _ALIKE = {"num_envs": "num_envs", "leaves": "the observation", "action": "the action"}
 
 
@@ -40,12 +41,12 @@ class PendingBatch(NamedTuple):
     """A batch that is being collected."""
 
     calls: Sequence[Call]  # one per worker, in the order of the workers
-    version: int  # of the weights that it has at least
-    slot: int = 0  # that it goes into
+    version: int  # the lowest that its weights may have
+    slot: int = 0  # where it is written, for workers in processes
 
 
 class BatchAssembler:
-    """Makes batches of the rollouts of a group of workers: here as they come, over other transports in their memory."""
+    """Makes batches of the rollouts of a group of workers, here in this process; other transports have subclasses."""
 
     def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup) -> None:
         self._submit, self.group = submit, group
@@ -62,7 +63,7 @@ class BatchAssembler:
         return PendingBatch([self._submit(Call(worker, "collect")) for worker in self.group.workers], version)
 
     def complete(self, pending: PendingBatch) -> None:
-        """Note that the calls of a batch are done."""
+        """Do what is needed once the calls of a batch are done."""
 
     def deliver(self, pending: PendingBatch) -> TensorDict:
         """The batch, unlocked, for the caller to keep: that of one worker as it is, those of several in new memory."""
@@ -86,20 +87,20 @@ class BatchAssembler:
 
 
 class Means(NamedTuple):
-    """How workers are reached, and how rollouts and weights travel: in this process, over processes, or over Ray."""
+    """How calls, rollouts and weights get to workers and back: in this process, over processes, or over Ray."""
 
     transport: Transport
-    assembler: Callable[[Callable[[Call], Call], WorkerGroup], BatchAssembler]  # makes that of a group of workers
+    assembler: Callable[[Callable[[Call], Call], WorkerGroup], BatchAssembler]  # for a group of workers
     weight_store: WeightStore
 
 
 def in_this_process() -> Means:
-    """Workers that run one after another, whenever an answer is asked for, each with its own environment and policy."""
+    """Workers that run one after another, when an answer is requested, each with its own environment and policy."""
     return Means(InProcessTransport(lambda packed: Worker(cloudpickle.loads(packed))), BatchAssembler, WeightStore())
 
 
 class ReadyBatch(NamedTuple):
-    """A batch that has been collected and not been asked for yet."""
+    """A batch that has been collected, but not delivered."""
 
     take: Callable[[], TensorDict]  # returns it, for the caller to keep
     version: int  # of the oldest weights in it
@@ -108,17 +109,17 @@ class ReadyBatch(NamedTuple):
 
 
 class LagBound:
-    """Bounds the versions of the weights by which batches are behind when they are delivered.
+    """Bounds how many versions the weights of a batch may be behind when it is delivered.
 
-    It counts on as many updates between two batches as there have been at most; one waits alone before that is known.
+    It expects as many updates between two batches as there have been at most. Until then, only one batch may wait.
     """
 
     def __init__(self, most: int) -> None:
         self._most, self._updates = most, 0
         self._latest: int | None = None
 
-    def asked(self, latest: int) -> None:
-        """Note the latest version, as the reader asks for a batch."""
+    def requested(self, latest: int) -> None:
+        """Record the latest version when the reader requests a batch."""
         if self._latest is not None:
             self._updates = max(1, self._updates, latest - self._latest)
         self._latest = latest
@@ -126,7 +127,7 @@ class LagBound:
     def holds(self, versions: Iterable[int], held: int = 0) -> bool:
         """Whether batches of these versions can be delivered in time, after `held` others."""
         between, latest = self._updates or math.inf, self._latest or 0
-        places = enumerate(sorted(versions), held)
+        places = enumerate(sorted(versions), held)  # `place and`, since 0 * inf is nan
         return all(latest - version + (place and place * between) <= self._most for place, version in places)
 
 
@@ -137,8 +138,8 @@ class Gathering(WorkerPool):
     `join`; for None each is of one worker, in the order of their arrival, unless `lag` asks for another. None is
     dropped, and an exception (Ctrl-C, for example) loses none.
 
-    When a batch is delivered, `ahead` others of the same workers may have been begun, or be ready. That many updates
-    of the weights they are behind, if the reader makes one for each batch of these workers; `lag` bounds that.
+    When a batch is delivered, `ahead` others of the same workers may have been begun, or be ready. If the reader
+    updates the weights once for each batch of these workers, batches are that many versions behind; `lag` bounds that.
     """
 
     def __init__(
@@ -178,9 +179,9 @@ class Gathering(WorkerPool):
         """Raise WorkerError unless the workers' environments fit into one batch: equal spaces, as many lanes."""
         for worker, info in infos.items():
             for name, words in _ALIKE.items():
-                own, wanted = getattr(info, name), getattr(self.info, name)
-                if own != wanted:
-                    what = f"worker {worker}: {info.label} has {words} {own}, worker 0 has {wanted}"
+                got, wanted = getattr(info, name), getattr(self.info, name)
+                if got != wanted:
+                    what = f"worker {worker}: {info.label} has {words} {got}, worker 0 has {wanted}"
                     mend = "give all workers environments with equal spaces and as many lanes"
                     raise WorkerError(f"{what}: {mend}", worker)
 
@@ -205,26 +206,26 @@ class Gathering(WorkerPool):
         return sum(assembler.copies for assembler in self.assemblers.values())
 
     def next(self, *, more: bool) -> TensorDict:
-        """The next batch; `more` is whether another one will be asked for."""
+        """The next batch; `more` is whether another one will be requested."""
         most = max(self._ahead, 1)
         if self._lag is not None:
-            self._lag.asked(self.weights.version)
-        if (place := self._in_time()) is None:
-            self._go_on(most)
-        while (place := self._in_time()) is None:
+            self._lag.requested(self.weights.version)
+        if (place := self._deliverable()) is None:
+            self._advance(most)
+        while (place := self._deliverable()) is None:
             self.wait()
-            self._go_on(most)
+            self._advance(most)
         ready = self.ready[place]
         batch = ready.take()
         del self.ready[place]
         if more and self._ahead:
-            self._go_on(self._ahead, held=1)
+            self._advance(self._ahead, held=1)
         self.version, self.gathered = ready.version, ready.workers
         if ready.final is not None:
             attach(batch, ready.final)
         return batch
 
-    def _in_time(self) -> int | None:
+    def _deliverable(self) -> int | None:
         """The place of a batch that is ready and may be delivered: the oldest, or one for which others can wait."""
         for place, ready in enumerate(self.ready):
             if self._lag is None:
@@ -240,15 +241,15 @@ class Gathering(WorkerPool):
         begun = [pending.version for assembler in self.assemblers.values() for pending in assembler.under_way]
         return [each.version for each in self.ready] + begun
 
-    def _go_on(self, most: int, held: int = 0) -> None:
-        """Queue the batches that have arrived, and let workers begin others, until each group has so many."""
+    def _advance(self, most: int, held: int = 0) -> None:
+        """Queue the batches that have arrived, and begin others, until each group has `most`; see `LagBound.holds`."""
         self.weights.send()
         for assembler in self.assemblers.values():
             under_way = assembler.under_way
             while under_way and all(call.done for call in under_way[0].calls):
                 self._arrive(assembler)
         turns, groups = [most], [*self.assemblers.items()]
-        if self._lag is not None:  # not all may begin
+        if self._lag is not None:  # which may not let all begin: those with the fewest batches first
             turns = [*range(1, most + 1)]
             groups.sort(key=lambda group: group[1].begun)
         for count, (workers, assembler) in itertools.product(turns, groups):
@@ -273,7 +274,7 @@ class Gathering(WorkerPool):
         self.ready.append(ReadyBatch(partial(assembler.deliver, pending), version, [*workers], final))
 
     def settle(self) -> None:
-        """Complete the batches that have been begun, and keep them: no worker is at work then."""
+        """Complete the batches that have been begun, and keep them, so that no worker is at work."""
         for assembler in self.assemblers.values():
             self._complete(assembler)
         copies = {assembler: assembler.copies for assembler in self.assemblers.values()}
@@ -282,10 +283,10 @@ class Gathering(WorkerPool):
         if self._lag is not None:
             self.ready = deque(sorted(self.ready, key=lambda each: each.version))
         for assembler, count in copies.items():
-            assembler.copies = count  # it is not the reader that holds these batches
+            assembler.copies = count  # the reader does not hold these batches
 
     def _complete(self, assembler: BatchAssembler) -> None:
-        """Wait until the batches that a group of workers has begun are complete."""
+        """Block until the batches that a group of workers has begun are complete."""
         while assembler.under_way:
             self.finish(assembler.under_way[0].calls)
             self._arrive(assembler)

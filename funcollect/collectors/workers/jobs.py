@@ -1,4 +1,4 @@
-"""From a collector's arguments to the jobs of its workers: one row of arguments per worker."""
+"""Makes the jobs of workers from a collector's arguments: one row of arguments per worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from funcollect.collectors.workers.worker import Job
 from funcollect.envs.base import is_torchrl
 from funcollect.messages import clipped, shown
 
-_OF_THE_READER = {
+_OF_THE_READER = {  # options that only the collector itself uses
     "total_frames", "storing_device", "split_trajs", "postproc", "update_at_each_batch", "update_statistics", "shard",
     "trajs_per_batch", "traj_format", "replay_buffer", "trajs_per_write", "track_traj_ids", "track_policy_version",
 }  # fmt: skip
@@ -42,7 +42,7 @@ def common(given: Any) -> Any:
 
 
 def number_of_workers(create_env_fn: Any, num_workers: int | None) -> int:
-    """The number of workers, from both keywords; refuse numbers that differ."""
+    """The number of workers, from both keywords; ValueError if they differ, TypeError if neither has it."""
     if num_workers is not None:
         check_positive("num_workers", num_workers, example=4)
     if (entries := listed(create_env_fn)) is None:
@@ -56,8 +56,8 @@ def number_of_workers(create_env_fn: Any, num_workers: int | None) -> int:
     return len(entries)
 
 
-def _again(env: Any) -> Any:
-    """A live environment that is sent by value (TorchRL's), or a function that makes it from its spec (Gymnasium's)."""
+def _rebuilt(env: Any) -> Any:
+    """A live environment to send by value (TorchRL's), or a function that makes it from its spec; or ValueError."""
     try:
         if is_torchrl(env):
             cloudpickle.dumps(env)
@@ -89,12 +89,12 @@ def rows(count: int, columns: Mapping[str, Any], *, copies: int = 1) -> list[dic
         if len(values) != count:
             raise ValueError(f"{name} has {len(values)} entries for {count} workers: pass one for each, or one for all")
     table = [{**columns, **{name: values[worker] for name, values in lists.items()}} for worker in range(count)]
-    given = [row["create_env_fn"] for row in table if "create_env_fn" in row]
-    live = {id(env): env for env in given if isinstance(env, (gymnasium.Env, VectorEnv)) or is_torchrl(env)}
-    counts = Counter(map(id, given))
-    again = {number: _again(env) for number, env in live.items() if counts[number] * copies > 1}
-    for row, env in zip(table, given, strict=False):
-        row["create_env_fn"] = again.get(id(env), env)
+    envs = [row["create_env_fn"] for row in table if "create_env_fn" in row]
+    live = {id(env): env for env in envs if isinstance(env, (gymnasium.Env, VectorEnv)) or is_torchrl(env)}
+    counts = Counter(map(id, envs))
+    rebuilt = {number: _rebuilt(env) for number, env in live.items() if counts[number] * copies > 1}
+    for row, env in zip(table, envs, strict=False):
+        row["create_env_fn"] = rebuilt.get(id(env), env)
     return table
 
 
@@ -129,12 +129,12 @@ def masks_of(mask: Tensor | None, lanes: Sequence[int]) -> Sequence[Tensor | Non
     if mask is None:
         return [None] * len(lanes)
     if mask.dtype != torch.bool or mask.shape != (sum(lanes),):
-        own = f"{mask.dtype} {tuple(mask.shape)}"
-        raise ValueError(f"mask is {own}, expected bool ({sum(lanes)},): pass one flag per lane")
+        got = f"{mask.dtype} {tuple(mask.shape)}"
+        raise ValueError(f"mask is {got}, expected bool ({sum(lanes)},): pass one flag per lane")
     return torch.split(mask, list(lanes))
 
 
 def want_accelerators(jobs: Sequence[Job]) -> bool:
-    """Whether an environment or a policy belongs on another device than the CPU."""
+    """Whether an environment or a policy is to run on another device than the CPU."""
     devices = [device for job in jobs for device in (job.options.env_device, job.options.policy_device)]
     return any(device is not None and str(device) != "cpu" for device in devices)

@@ -1,4 +1,4 @@
-"""The workers of one run: what their answers and failures mean, those that come and go, and saving."""
+"""The workers of one run: interprets their answers and failures, adds and removes workers, saves and loads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from funcollect.processes.pool import Call, Loss, WorkerRecord
 from funcollect.trajectories.final_observations import FinalObservations
 from funcollect.tree import flatten, to_batch
 
-# The errors by which a worker refuses a call: it is as it was before, or begins new episodes by itself.
+# The errors by which a worker refuses a call, after which it is unchanged, or begins new episodes by itself.
 _BAD: tuple[type[Exception], ...] = (TypeError, ValueError, ReplayError)
 _REFUSALS = dict.fromkeys(("reset", "set_seed", "set_env_params", "take_params", "save"), _BAD)
 _REFUSALS |= {"load": (*_BAD, EnvError), "apply": (TypeError, EnvError)}
@@ -33,10 +33,10 @@ _REFUSALS |= {"load": (*_BAD, EnvError), "apply": (TypeError, EnvError)}
 class WorkerRun(Gathering):
     """The workers of one run, held by collectors and by workers that have workers themselves.
 
-    It does not refer to its collector, so that it ends once that is no longer used.
+    It does not refer to its collector, so it ends once the collector is freed.
     """
 
-    lost = 0  # frames of rollouts that ended with their worker; as `restarts`, also of workers of workers
+    lost = 0  # frames of rollouts lost with their worker; like `restarts`, also of workers of workers
     idle = 0.0  # seconds that workers have spent between two rollouts
 
     @override
@@ -81,8 +81,8 @@ class WorkerRun(Gathering):
         progress: Progress = self.records[worker].progress or Progress()
         if any(call.name == "collect" for call in pending):
             self.lost += progress.frames // max(progress.batches, 1) or job.options.frames_per_batch
-        own = [each.restarted(worker) for group, each in self.assemblers.items() if worker in group]
-        return replace(job, progress=progress), [*itertools.chain(*own), *self.weights.restarted(worker)]
+        first = [each.restarted(worker) for group, each in self.assemblers.items() if worker in group]
+        return replace(job, progress=progress), [*itertools.chain(*first), *self.weights.restarted(worker)]
 
     def set_seed(self, seed: int) -> None:
         """Begin new episodes, seeded by `seed`."""
@@ -110,7 +110,7 @@ class WorkerRun(Gathering):
                 self.records[worker].progress = progress
 
     def chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
-        """The workers with these indices, all for None; ValueError for one that is not at work."""
+        """The workers with these indices, or all for None; ValueError for one that is not at work."""
         at_work = self.workers
         workers = at_work if worker_ids is None else [worker_ids] if isinstance(worker_ids, int) else [*worker_ids]
         if wrong := [worker for worker in workers if worker not in at_work]:
@@ -118,9 +118,9 @@ class WorkerRun(Gathering):
         return [*dict.fromkeys(workers)]
 
     def progress(self, batches: int, frames: int) -> Progress:
-        """How far the run has come after so many batches and frames: no worker has used a higher id."""
-        each = [record.progress or Progress() for record in self.records]
-        return Progress(max(one.steps for one in each), max(one.episode for one in each), batches, frames)
+        """The progress of the run after so many batches and frames: the furthest of all workers."""
+        workers = [record.progress or Progress() for record in self.records]
+        return Progress(max(each.steps for each in workers), max(each.episode for each in workers), batches, frames)
 
     def add(self, jobs: Sequence[Job], check: Callable[[WorkerInfo], None]) -> list[int]:
         """Start workers that `check` accepts, and return their indices. If one of them fails, the others continue."""
@@ -161,9 +161,9 @@ class WorkerRun(Gathering):
         firsts: dict[int, Any] = {}
         runners: list[Any] = [runner for each in saved for runner in runners_of(each)]
         for state in runners:  # a file holds equal weights once
-            own = state["policy_state_dict"]
-            first = firsts.setdefault(state["policy_version"], own)
-            if first.keys() == own.keys() and all(torch.equal(first[name], own[name]) for name in own):
+            weights = state["policy_state_dict"]
+            first = firsts.setdefault(state["policy_version"], weights)
+            if first.keys() == weights.keys() and all(torch.equal(first[name], weights[name]) for name in weights):
                 state["policy_state_dict"] = first
         taken = [(take(), *others, final and final.plain) for take, *others, final in self.ready]
         ready = [[flatten(batch), [*batch.shape], *others] for batch, *others in taken]
@@ -177,10 +177,10 @@ class WorkerRun(Gathering):
         saved, count = runners_of(data), len(self.workers)
         if len(saved) != count:
             raise ValueError(f"the state_dict has {len(saved)} workers, this collector {count}: build it with as many")
-        for name, own in (("lanes", self.lanes), ("frames", self.frames)) if episodes is not None else ():
-            if (was := data[f"{name}_of_workers"]) != own:
+        for name, now in (("lanes", self.lanes), ("frames", self.frames)) if episodes is not None else ():
+            if (was := data[f"{name}_of_workers"]) != now:
                 mend = "build the collector with as many environments and frames_per_batch"
-                raise ValueError(f"the saved workers have {was} {name} in a batch, these have {own}: {mend}")
+                raise ValueError(f"the saved workers have {was} {name} in a batch, these have {now}: {mend}")
         self.settle()
         self.ready.clear()
         self.call_each("load", saved, episodes)
@@ -202,12 +202,12 @@ class WorkerRun(Gathering):
         return seed
 
     def timers(self, on: bool) -> list[RolloutTimes]:
-        """Let workers time their rollouts; or return the times since that, none of one that was replaced meanwhile."""
+        """Let workers time their rollouts, or return the times since then, without those of replaced workers."""
         return [times for answer in self.call_all("timer", on) for times in answer]
 
 
 def _note_applied(record: WorkerRecord, call: Call) -> None:
-    """Let a replacement of the worker repeat a call that has changed its environments."""
+    """Record a call that has changed the worker's environments, for a replacement to repeat."""
     kept = record.job.applied
     if call.name == "set_env_params":  # all of them at once, so earlier ones do not matter
         kept = tuple(each for each in kept if each[0] == "apply")

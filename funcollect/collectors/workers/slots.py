@@ -1,4 +1,4 @@
-"""Workers in processes: rollouts and weights lie in slots of shared memory, and batches are views of slots."""
+"""Workers in processes. Rollouts and weights lie in slots of shared memory, and batches are views of slots."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from funcollect.processes.pool import Call
 from funcollect.processes.serving import ProcessTransport, serve
 from funcollect.tree import Path, aliased, nest
 
-_NUMBERS = itertools.count()  # of memories for weights
+_NUMBERS = itertools.count()  # one for each memory for weights, by which workers know it
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Places the rollouts of a group of workers in one memory, so that the batch is a view of it."""
+    """The places of a worker group's rollouts in one memory, such that the batch is a view of it."""
 
     columns: tuple[LeafPlace, ...]  # the leaves of each worker's rollout, without T: [P, ...]
     group: WorkerGroup
@@ -52,14 +52,14 @@ class BatchLayout:
     def part(self, memory: Memory, index: int) -> dict[Path, Tensor]:
         """One worker's columns, each [T, P, ...]."""
         first, length = sum(self.group.lengths[:index]), self.group.lengths[index]
-        own = (slice(None), index) if self._side_by_side else slice(first, first + length)
-        return {path: column[own] for path, column in self.whole.leaves(memory).items()}
+        rows = (slice(None), index) if self._side_by_side else slice(first, first + length)
+        return {path: column[rows] for path, column in self.whole.leaves(memory).items()}
 
     def leaves(self, memory: Memory) -> dict[Path, Tensor]:
-        """The leaves of the batch that the rollouts make, views of one storage."""
+        """The leaves of the whole batch, views of one storage."""
         return {path: self._joined(column) for path, column in self.whole.leaves(memory).items()}
 
-    def _joined(self, column: Tensor) -> Tensor:
+    def _joined(self, column: Tensor) -> Tensor:  # from the shape in `whole` to that of a batch
         _, lengths, join, single, _ = self.group
         if self._side_by_side:
             return column.flatten(1, 2).transpose(0, 1)
@@ -70,10 +70,10 @@ class BatchLayout:
 
 
 class BatchSlot:
-    """A piece of memory for one batch. It belongs to the reader as long as a view of it lives.
+    """Memory for one batch. It belongs to the reader for as long as a view of it is alive.
 
     Each batch is made of aliases of the same tensors. So everything that a reader may keep (slices, arrays, an autograd
-    graph) refers to one storage, and the reference counts of that storage show whether any of it lives.
+    graph) refers to one storage, and the reference counts of that storage show whether any of it is alive.
     """
 
     def __init__(self, layout: BatchLayout, memory: Memory) -> None:
@@ -87,7 +87,7 @@ class BatchSlot:
         self._first = next(iter(leaves.values()))
         self._address = self._first.data_ptr()
         self._storage = self._first.untyped_storage()
-        self._own = self._references()
+        self._own_references = self._references()
 
     def _references(self) -> tuple[int, int]:
         """The reference counts of the storage: from tensors and arrays, and from Python."""
@@ -95,8 +95,8 @@ class BatchSlot:
 
     @property
     def lent(self) -> bool:
-        """Whether a view of it lives."""
-        return self._references() != self._own
+        """Whether a view of the memory is alive."""
+        return self._references() != self._own_references
 
     def batch(self) -> TensorDict:
         """The batch that is in the slot."""
@@ -106,7 +106,7 @@ class BatchSlot:
 
 
 class SlotAssembler(BatchAssembler):
-    """Workers write into slots, laid out by the first rollouts, which are sent whole."""
+    """Makes batches in slots that workers write into. The first rollouts are sent whole, and determine the layout."""
 
     _layout: BatchLayout
     _fd: int
@@ -114,7 +114,7 @@ class SlotAssembler(BatchAssembler):
     def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup) -> None:
         super().__init__(submit, group)
         self._slots: list[BatchSlot] = []  # none before the first rollouts have shown the layout
-        self._written: set[int] = set()
+        self._written: set[int] = set()  # slots with a batch that is being collected, or not delivered
 
     @property
     def lent(self) -> set[int]:
@@ -142,19 +142,19 @@ class SlotAssembler(BatchAssembler):
         if self._slots:
             return
         rollouts: list[Mapping[Path, Tensor]] = [call.value[0] for call in pending.calls]
-        slots = self._allocated(rollouts)
+        slots = self._allocate(rollouts)
         for part, rollout in enumerate(rollouts):
             copy_into(self._layout.part(slots[pending.slot].memory, part), rollout)
             self._submit(self._attach(part))
         self._slots = slots
 
-    def _allocated(self, rollouts: Sequence[Mapping[Path, Tensor]]) -> list[BatchSlot]:
-        """Slots for rollouts like these, [T, P, ...], which have to be alike."""
+    def _allocate(self, rollouts: Sequence[Mapping[Path, Tensor]]) -> list[BatchSlot]:
+        """Slots for rollouts like these, [T, P, ...]; WorkerError if they differ, or there is no memory."""
         workers, count = self.group.workers, self.group.slots
         columns = [MemoryLayout.of({path: leaf[0] for path, leaf in each.items()}).columns for each in rollouts]
-        for worker, own in zip(workers, columns, strict=True):
-            if own != columns[0]:
-                one, other = (sorted(".".join(column.path) for column in set(each)) for each in (own, columns[0]))
+        for worker, mine in zip(workers, columns, strict=True):
+            if mine != columns[0]:
+                one, other = (sorted(".".join(column.path) for column in set(each)) for each in (mine, columns[0]))
                 what = f"its batch has other leaves than that of worker {workers[0]}, {one} and {other}"
                 mend = "give all workers equal spaces and policies"
                 raise WorkerError(f"worker {worker}: {what} with their dtypes and shapes: {mend}", worker)
@@ -192,7 +192,7 @@ class SlotAssembler(BatchAssembler):
 
 
 class _WeightSlots:
-    """Slots for weights of one layout, freed with this object."""
+    """Slots for weights of one layout. Their memory is freed with this object."""
 
     def __init__(self, layout: MemoryLayout, count: int) -> None:
         self.layout, self._count, self._number = layout, count, next(_NUMBERS)
@@ -202,10 +202,10 @@ class _WeightSlots:
         self._held: weakref.WeakValueDictionary[int, FetchCall] = weakref.WeakValueDictionary()
 
     def put(self, leaves: Mapping[Path, Tensor]) -> FetchCall | None:
-        """Copy weights into a slot, which is not written again as long as the result lives; None if there is none."""
-        for slot, own in enumerate(self._weights):
+        """Copy weights into a slot, which stays as it is while the result is alive; None if no slot is free."""
+        for slot, memory in enumerate(self._weights):
             if slot not in self._held:
-                for path, weight in own.items():
+                for path, weight in memory.items():
                     weight.copy_(leaves[path])
                 held = self._held[slot] = partial(self._call, slot)
                 return held
@@ -246,7 +246,7 @@ class SharedWeightStore(WeightStore):
 
 
 def over_processes(workers: int, *, num_threads: int, accelerators: bool, eager: bool) -> Means:
-    """Workers in processes. If they are `eager`, they take new weights before the rollouts that were asked for."""
+    """Workers in processes. If they are `eager`, they take new weights before rollouts that were requested earlier."""
     instead, urgent = "use SyncDataCollector, or in_process=True", WITH_WEIGHTS if eager else ()
     transport = ProcessTransport(__name__, instead, num_threads=num_threads, accelerators=accelerators, urgent=urgent)
     return Means(transport, SlotAssembler, SharedWeightStore(workers))
@@ -265,11 +265,11 @@ class SlotWorker(Worker):
         self._single = self._runner.env.num_envs is None
         self._slots: list[Mapping[Path, Tensor]] = []  # none before the first rollout has shown their layout
         self._weights: Sequence[Mapping[str, Tensor]] = ()  # by slot
-        self._number = -1  # of these slots
+        self._number = -1  # of the memory with these slots, see `_NUMBERS`
 
     @override
     def collect(self, slot: int = 0) -> tuple[Mapping[Path, Tensor] | None, tuple[Any, ...]]:
-        """Write a rollout into a slot; if there are none yet, return its columns."""
+        """Write a rollout into a slot; while there are no slots, return its columns. Also return its report."""
         columns = self._slots[slot] if self._slots else NOWHERE
         batch, report = self.roll_out(columns)
         leaves = turned(batch, self._single)
@@ -285,7 +285,7 @@ class SlotWorker(Worker):
     def fetch(
         self, slot: int, version: int, policy: bytes | None, layout: MemoryLayout, count: int, number: int, fd: int
     ) -> None:
-        """Copy weights, from slots that are attached once."""
+        """Act with a copy of the weights in a slot. The slots of each memory are mapped once."""
         if number != self._number:
             views = (layout.leaves(memory) for memory in mapped(fd, count, layout.size))
             self._weights, self._number = [{path[0]: leaf for path, leaf in each.items()} for each in views], number

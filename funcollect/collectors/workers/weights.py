@@ -18,19 +18,19 @@ from funcollect.protocols import Policy, is_policy
 
 WITH_WEIGHTS = ("fetch", "adopt", "take_params")  # the calls that bring new weights
 
-# Makes the call by which a worker copies weights: from the worker, their version, and the packed policy if it changed.
+# From a worker, a version, and the packed policy if it changed, makes the call by which the worker copies weights.
 FetchCall = Callable[[int, int, bytes | None], Call]
 
 
 class WeightStore:
-    """Holds weights until every worker has copied them: here the tensors themselves, over other transports copies."""
+    """Holds weights until every worker has copied them: the tensors themselves; for other transports copies."""
 
     def put(self, weights: Mapping[str, Tensor]) -> FetchCall | None:
-        """Hold weights for as long as the function lives that is returned; None if there is no room now."""
+        """Hold weights for as long as the returned function is alive; None if there is no room now."""
         return lambda worker, version, policy: Call(worker, "adopt", (weights, version, policy))
 
     def encode_params(self, params: Any) -> Any:
-        """What a call holds in place of `params`, for parameters that are not named weights."""
+        """The form in which a call holds parameters that are not named weights."""
         return params
 
     def close(self) -> None:
@@ -40,20 +40,20 @@ class WeightStore:
 class WeightsVersion(NamedTuple):
     """One update."""
 
-    number: int  # the policy's version, and of no other update
+    number: int  # the policy's version, unique to this update
     own: bool  # whether the weights are the policy's own
-    call: Callable[[int], Call]  # makes the call that brings them to a worker; it keeps them in the weight store
+    call: Callable[[int], Call]  # makes the call that sends them to a worker; while it is alive, the store holds them
 
 
 @dataclass
-class _OfWorker:
-    wanted: WeightsVersion | None = None  # that it will act with; None for those of its job
-    sent: tuple[WeightsVersion, Call] | None = None  # the call is under way
-    copied: int | None = None  # the number of the version that it acts with
+class _Status:
+    wanted: WeightsVersion | None = None  # the worker will act with it; None for the weights of its job
+    sent: tuple[WeightsVersion, Call] | None = None  # the version under way, and its call
+    copied: int | None = None  # the number of the version that the worker acts with
 
 
 class Weights:
-    """The weights that each worker acts with, and those that it will act with.
+    """The weights with which each worker acts, and will act.
 
     A worker copies weights before it acts with them, and gets later ones only after that. So in a tight loop of updates
     the store holds one version per worker, the latest one and one to write, and no process waits. `policy` owns the
@@ -62,14 +62,14 @@ class Weights:
 
     def __init__(self, pool: WorkerPool, weight_store: WeightStore, policy: Any) -> None:
         self._pool, self._weight_store = pool, weight_store
-        own = policy is None or is_policy(policy)
-        self._policy: Policy | None = policy if own else TorchPolicy(policy, None, None, None)
+        known = policy is None or is_policy(policy)
+        self._policy: Policy | None = policy if known else TorchPolicy(policy, None, None, None)
         self._shapes = self._shapes_now()
         self._changes = PolicyChanges(self._policy)
         self.version = 0  # of the latest update
         self.own = True  # whether the latest update of all workers had the policy's own weights
         self._latest: WeightsVersion | None = None
-        self._of = {worker: _OfWorker() for worker in pool.workers}
+        self._status = {worker: _Status() for worker in pool.workers}
 
     def prepare(self, params: Any) -> None:
         """Raise ValueError for parameters that do not fit the policy of this process, if it has one."""
@@ -90,7 +90,7 @@ class Weights:
             weights = self._policy.state_dict(params)
         own, changed = params is None or loaded, self._changes.packed() is not None
         with self._pool.lock:
-            version = self._made(weights, params, self.version + 1, own, loaded)
+            version = self._new(weights, params, self.version + 1, own, loaded)
             self.version = version.number
         if not weights and (changed or params is not None):
             self._take_or_refuse(version, workers)
@@ -99,27 +99,27 @@ class Weights:
             if {*workers} >= {*self._pool.workers}:
                 self.own = own
             for worker in workers:
-                self._of[worker].wanted = version
+                self._status[worker].wanted = version
         self.send()
 
     def _take_or_refuse(self, version: WeightsVersion, workers: Sequence[int]) -> None:
-        """Send weights that only the workers can check; raise the error of one that refuses them."""
+        """Send weights that only the workers can check; raise the error of a worker that refuses them."""
         self.flush()
         calls = [self._pool.submit(version.call(worker)) for worker in workers]
         self._pool.await_all(calls)
         for worker, call in zip(workers, calls, strict=True):
             if call.error is None:
-                self._of[worker] = _OfWorker(wanted=version, copied=version.number)
+                self._status[worker] = _Status(wanted=version, copied=version.number)
         self._pool.finish(calls)
 
     def _shapes_now(self) -> Shapes:
-        """The shapes of a JAX policy's parameters, which have to stay. Of other policies workers get the new ones."""
+        """The shapes of a JAX policy's parameters, which must not change; those of other policies may: {}."""
         if (policy := self._policy) is None or policy.backend == "torch" or isinstance(policy, LoweredPolicy):
             return {}
         return shapes_of(policy.params, "jax")
 
-    def _made(self, weights: Mapping[str, Tensor], params: Any, number: int, own: bool, loaded: bool) -> WeightsVersion:
-        """The version with these weights, which the weight store holds, or else with `params` in the call itself."""
+    def _new(self, weights: Mapping[str, Tensor], params: Any, number: int, own: bool, loaded: bool) -> WeightsVersion:
+        """The version of these weights, which the weight store holds; if there are none, of `params` in the call."""
         policy = self._changes.sent
         if not weights:
             name, arguments = "adopt" if loaded else "take_params", (self._weight_store.encode_params(params), number)
@@ -132,71 +132,71 @@ class Weights:
     def send(self) -> None:
         """Send the latest weights to every worker that has copied the ones before."""
         with self._pool.lock:
-            for worker, each in self._of.items():
-                if each.sent is not None and each.sent[1].done:
-                    each.copied, each.sent = each.sent[0].number, None
-                wanted = each.wanted
-                if each.sent is None and wanted is not None and wanted.number != each.copied:
-                    each.sent = wanted, self._pool.submit(wanted.call(worker))
+            for worker, status in self._status.items():
+                if status.sent is not None and status.sent[1].done:
+                    status.copied, status.sent = status.sent[0].number, None
+                wanted = status.wanted
+                if status.sent is None and wanted is not None and wanted.number != status.copied:
+                    status.sent = wanted, self._pool.submit(wanted.call(worker))
 
     def sent_to(self, worker: int) -> int:
-        """The version of the weights that a rollout of this worker which begins now has at least."""
-        each = self._of[worker]
-        return (each.copied or 0) if each.sent is None else each.sent[0].number
+        """The lowest version of the weights in a rollout that this worker begins now."""
+        status = self._status[worker]
+        return (status.copied or 0) if status.sent is None else status.sent[0].number
 
     def set_workers(self, workers: Sequence[int]) -> None:
-        """Send weights to these workers from now on, the latest ones to those that were added."""
+        """Send weights to these workers from now on; new ones get the latest."""
         with self._pool.lock:
-            self._of = {worker: self._of.get(worker) or _OfWorker(wanted=self._latest) for worker in workers}
+            self._status = {worker: self._status.get(worker) or _Status(wanted=self._latest) for worker in workers}
         self.send()
 
     def flush(self) -> None:
         """Block until the latest weights have been sent to every worker. Later calls run with them."""
         self.send()
-        for each in self._of.values():
-            while each.sent is not None and each.sent[0] is not each.wanted:
-                self._pool.finish([each.sent[1]])
+        for status in self._status.values():
+            while status.sent is not None and status.sent[0] is not status.wanted:
+                self._pool.finish([status.sent[1]])
                 self.send()
 
     def restarted(self, worker: int) -> Sequence[Call]:
         """The calls that the new process of a replaced worker needs first: those with the latest weights."""
-        each = self._of[worker]
-        if each.sent is not None:
-            each.sent[1].resolve()  # the worker that would have answered it has ended
-        if each.wanted is None:
+        status = self._status[worker]
+        if status.sent is not None:
+            status.sent[1].resolve()  # the worker that would have answered it has ended
+        if status.wanted is None:
             return ()
-        each.sent = each.wanted, each.wanted.call(worker)
-        return (each.sent[1],)
+        status.sent = status.wanted, status.wanted.call(worker)
+        return (status.sent[1],)
 
     @property
     def plain(self) -> dict[str, Any]:
-        """What `go_on_from` needs beside the states of the workers; they act with the policy's own weights, or not."""
-        own_workers = [each.wanted is None or each.wanted.own for each in self._of.values()]
+        """The data that `go_on_from` needs beside the states of the workers."""
+        own_workers = [status.wanted is None or status.wanted.own for status in self._status.values()]
         return {"policy_version": self.version, "own_weights": self.own, "own_workers": own_workers}
 
     def go_on_from(self, run: Mapping[str, Any], saved: Mapping[int, Mapping[str, Any]]) -> None:
         """Continue from the states that the workers have loaded. No call with weights is under way then."""
         self.version, self.own, own_workers = run["policy_version"], run["own_weights"], run["own_workers"]
-        self._of = {worker: _OfWorker() for worker in saved}
+        self._status = {worker: _Status() for worker in saved}
         stored: dict[int, WeightsVersion] = {}
-        for each, state, own in zip(self._of.values(), saved.values(), own_workers, strict=True):
+        for status, state, own in zip(self._status.values(), saved.values(), own_workers, strict=True):
             weights, number = state["policy_state_dict"], state["policy_version"]
             if not weights:
                 continue
             with self._pool.lock:
                 if self._policy is None:  # workers that built their own may have others under the same number
-                    each.wanted = self._made({}, weights, number, own, state["own_weights"])
+                    status.wanted = self._new({}, weights, number, own, state["own_weights"])
                 elif number not in stored:
-                    stored[number] = self._made(weights, None, number, own, loaded=False)
-            each.wanted, each.copied = stored.get(number, each.wanted), number
+                    stored[number] = self._new(weights, None, number, own, loaded=False)
+            status.wanted, status.copied = stored.get(number, status.wanted), number
         by_version = sorted(zip(saved, own_workers, strict=True), key=lambda each: saved[each[0]]["policy_version"])
-        self._latest = self._of[by_version[-1][0]].wanted
+        self._latest = self._status[by_version[-1][0]].wanted
         owners = [worker for worker, own in by_version if own]
         if self.own and self._policy is not None and owners and (weights := saved[owners[-1]]["policy_state_dict"]):
             self._policy.load(weights)
 
     def publish(self, params: Any, version: int, policy: bytes | None, own: bool) -> None:
-        """`update` for all workers, under the larger run's version number; `own` weights become those of the policy."""
+        """`update` all workers, under the larger run's version number; `own` weights become those of the policy."""
         if policy is not None:
             self._policy = replaced(self._policy, unpack(policy))
             self._changes = PolicyChanges(self._policy, policy)

@@ -30,7 +30,7 @@ from funcollect.specs import ActionSpec, Leaf, Space
 from funcollect.trajectories.final_observations import FinalObservations, detach
 from funcollect.tree import Path, flatten
 
-# Calls that have changed the environments of a worker: the names of methods of `Worker`, and packed arguments.
+# Calls that have changed the environments of a worker: names of methods of `Worker`, with packed arguments.
 EnvCalls = tuple[tuple[str, bytes], ...]
 
 
@@ -53,7 +53,7 @@ def runners_of(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def restored(saved: Mapping[str, Any], episodes: Episodes | None) -> tuple[Progress, EnvCalls]:
-    """The progress of a worker that has loaded this state, and what brings new environments to the parameters in it."""
+    """The progress of a worker that has loaded this state, and calls that give new environments its parameters."""
     runners = runners_of(saved)
     steps, episode = max(each["steps"] for each in runners), max(int(each["episode"].max()) for each in runners)
     progress = Progress(steps, episode, max(saved["iter"], 1), saved["frames"])
@@ -95,9 +95,9 @@ class Job:
     options: Options  # with the shard whose lanes the worker owns
     seed: int  # of the run, the same for all workers
     progress: Progress = field(default_factory=Progress)  # where the worker continues from
-    applied: EnvCalls = ()  # those so far
+    applied: EnvCalls = ()  # so far, for a replacement to repeat
     kind: type[Any] | None = None  # in an actor: the class of its collector; None for a runner
-    keywords: Mapping[str, Any] = field(default_factory=dict)  # of that class, apart from those of the whole run
+    keywords: Mapping[str, Any] = field(default_factory=dict)  # of that class, without those of the whole run
     config: Mapping[str, Any] = field(default_factory=dict)  # Ray's options for the actor
 
     @property
@@ -106,14 +106,14 @@ class Job:
         return self.options.shard.index
 
     def collector(self) -> Any:
-        """Build what makes the rollouts."""
+        """Build the collector that makes the rollouts."""
         if self.kind is None:
             return SyncDataCollector.of_worker(self.source, self.options, self.seed)
-        given = {"seed": self.seed, "shard": self.options.shard, **self.keywords}
-        return self.kind(self.source.create_env_fn, self.source.policy, **given)
+        keywords = {"seed": self.seed, "shard": self.options.shard, **self.keywords}
+        return self.kind(self.source.create_env_fn, self.source.policy, **keywords)
 
     def pack(self) -> bytes:
-        """The job as bytes, functions of a notebook or a script by value; TypeError if it cannot be sent."""
+        """The job as bytes, with functions of a notebook or script by value; TypeError if it cannot be sent."""
         mend = "build what cannot be sent in functions, create_env_fn and policy_factory"
         try:
             return dumps(self)
@@ -129,7 +129,7 @@ class Job:
 class WorkerInfo(NamedTuple):
     """The description of a worker that has been built."""
 
-    num_envs: int | None
+    num_envs: int | None  # P
     length: int  # T
     space: Space
     leaves: tuple[Leaf, ...]
@@ -147,14 +147,14 @@ class RolloutReport(NamedTuple):
 
     progress: Progress
     version: int  # of the weights that acted
-    restarts: int  # by its own workers, since the last rollout
-    lost: int  # frames with them
+    restarts: int  # of its own workers, since the last rollout
+    lost: int  # frames lost with them
     idle: float  # seconds between the last rollout and this one
     final: FinalObservations | None  # of a compact batch, which is sent without them
 
 
 class Worker(Served):
-    """Collects in a worker, for the collector that holds it. Each public method answers one call.
+    """Collects in a worker. Each public method answers one call of the collector that has the workers.
 
     A replacement continues from the job's `progress`, and repeats the calls that had changed the lost environments.
     """
@@ -177,7 +177,7 @@ class Worker(Served):
         self._batches, self._frames = progress.batches, progress.frames
         if progress.batches:
             self.go_on(progress)
-        self._ended = time.monotonic()
+        self._idle_since = time.monotonic()
 
     @override
     def close(self) -> None:
@@ -199,22 +199,22 @@ class Worker(Served):
     def roll_out(self, columns: OwnColumns) -> tuple[TensorDictBase, tuple[Any, ...]]:
         """One rollout, recorded into `columns` as far as they fit, and its report.
 
-        That is of plain tuples: a class by name costs the reader more to unpickle than all numbers.
+        The report is a plain tuple: to unpickle a named class would cost the reader more than all the numbers.
         """
-        idle = time.monotonic() - self._ended
+        idle = time.monotonic() - self._idle_since
         batch = self._rollout(columns)
-        self._ended = time.monotonic()
+        self._idle_since = time.monotonic()
         self._batches += 1
         self._frames += batch.numel()
-        progress, *others = self._standing()
+        progress, *others = self._report_start()
         return batch, (tuple(progress), *others, idle, detach(batch))
 
     def _rollout(self, columns: OwnColumns) -> TensorDictBase:
         self._runner.begin_batch()
         return self._runner.show(self._runner.rollout(columns))
 
-    def _standing(self) -> tuple[Progress, int, int, int]:
-        """The first four fields of the report on the last rollout."""
+    def _report_start(self) -> tuple[Progress, int, int, int]:
+        """The first four fields of the `RolloutReport` on the last rollout."""
         state = self._runner.state
         progress = Progress(state.steps_made, int(np.asarray(state.episode).max()), self._batches, self._frames)
         return progress, int(state.policy_version), 0, 0
@@ -225,11 +225,11 @@ class Worker(Served):
         runner.state = go_on(runner.env, runner.policy, runner.state, steps=steps, episode=episode)
 
     def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None) -> None:
-        """Act with a copy of these weights by name from now on, and with a packed `policy`, if it has changed."""
+        """Act with a copy of these weights by name from now on, and with a packed `policy` if that has changed."""
         self.take_params(dict(weights), version, policy, own=True)
 
     def take_params(self, params: Any, version: int, policy: bytes | None, own: bool = False) -> None:
-        """Act with `params` from now on, None for the policy's own; or with a copy that becomes the policy's own."""
+        """Act with `params` from now on, None for the policy's own; if `own`, copy them into the policy."""
         if policy is not None and policy != self._policy:
             self._runner.policy, self._policy = replaced(self._runner.policy, unpack(policy)), policy
             self._runner.count_as(None, self._runner.policy_version)  # its own weights, also if others do not fit
@@ -261,7 +261,7 @@ class Worker(Served):
         self._batches, self._frames = saved["iter"], saved["frames"]
 
     def begin_from(self, packed: bytes) -> None:
-        """Begin with the parameters of the environment in a state that the lost worker had loaded, `restored`."""
+        """Begin with the environment's parameters from the state that the lost worker had loaded; see `restored`."""
         self.load(*cloudpickle.loads(packed))
         self.set_seed(self._job.seed)
 

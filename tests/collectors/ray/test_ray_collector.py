@@ -289,7 +289,7 @@ def test_a_saved_run_continues_bit_for_bit(nested, tmp_path):
         assert_all_same(wanted, trained(collector, policy, range(7, 10)))
         with pytest.raises(ValueError, match="this is a SyncDataCollector: use that class"):
             fc.SyncDataCollector.load(tmp_path / "run", sources[0], policy)
-        collector._fill(collector_kwargs={"set_truncated": True})  # as that of another run
+        collector._set(collector_kwargs={"set_truncated": True})  # as that of another run
         with pytest.raises(ValueError, match=r"collector_kwargs are .*set_truncated.*, but .* in the saved run"):
             collector.restore(tmp_path / "run")
 

@@ -206,7 +206,7 @@ def test_so_many_batches_of_a_worker_wait_unread(most, transport):
         for _ in range(6):
             next(collector)
         while min(unread, default=0) < most:  # a late worker has begun fewer when the last batch is read
-            run._go_on(most)
+            run._advance(most)
             run.settle()
             waiting = [each.workers[0] for each in run.ready]
             unread = [waiting.count(worker) for worker in range(3)]
