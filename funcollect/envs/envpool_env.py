@@ -16,7 +16,7 @@ from typing_extensions import override
 from funcollect.arguments import check_keys, check_not_given, check_num_envs, check_positive
 from funcollect.envs.base import box, import_extra, info_place
 from funcollect.envs.host.host_env import ONWARD, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
-from funcollect.envs.plain_spaces import each_part
+from funcollect.envs.plain_spaces import map_parts
 from funcollect.errors import EnvError
 from funcollect.protocols import Outcome
 from funcollect.specs import ActionSpec, Space, observation_leaves
@@ -78,7 +78,7 @@ def from_envpool(
     config = kwargs | {"num_envs": num_envs or 1, "num_threads": num_threads, "batch_size": batch_size or num_envs or 1}
     spec = _spec_of(envpool, task_id, config, info_keys)
     with warnings.catch_warnings(action="ignore"):  # Gymnasium warns about the bounds of EnvPool's boxes
-        space, action_spec = each_part(_widened, spec.observation_space), ActionSpec(spec.action_space, one_hot)
+        space, action_spec = map_parts(_widened, spec.observation_space), ActionSpec(spec.action_space, one_hot)
 
     def build(seeds: Sequence[int]) -> Any:
         pool = envpool.make_gymnasium(task_id, seed=[seed & (2**31 - 1) for seed in seeds], **config)  # it takes int32

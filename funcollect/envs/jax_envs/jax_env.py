@@ -19,7 +19,7 @@ from funcollect.arguments import check_choice, check_keys, check_kind, check_num
 from funcollect.envs import base
 from funcollect.envs.base import AdaptedEnv, EnvBase, returned
 from funcollect.envs.jax_envs.by_agents import lane_of
-from funcollect.envs.plain_spaces import each_part
+from funcollect.envs.plain_spaces import map_parts
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax, tracing
 from funcollect.interop.memo import Variable, memo_of, set_since_use, variables_of
@@ -228,7 +228,7 @@ def jax_env(
 
 def as_delivered(space: Space) -> Space:
     """The same space with the integer dtypes of JAX's arrays: 32 bits, unless JAX has enabled 64."""
-    return each_part(_as_delivered, space)
+    return map_parts(_as_delivered, space)
 
 
 def _as_delivered(space: Space) -> Space:
