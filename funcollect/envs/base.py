@@ -38,6 +38,7 @@ else:
 
 
 AUTORESET_MODES = ("DISABLED", "NEXT_STEP", "SAME_STEP")
+FINAL = ("final_obs", "final_observation")  # the info with last observations: Gymnasium's name, and its older one
 
 
 def autoreset_mode(env: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from funcollect.arguments import check_choice, check_keys, checked_device
 from funcollect.envs import base
-from funcollect.envs.base import AdaptedEnv, first_then_new, info_names, info_place, leaves_of
+from funcollect.envs.base import FINAL, AdaptedEnv, first_then_new, info_names, info_place, leaves_of
 from funcollect.envs.plain_spaces import batch_structure, plain_actions
 from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
@@ -28,7 +28,6 @@ from funcollect.protocols import DeviceSimulators, Transition
 from funcollect.specs import ActionSpec, Space, assemble, observation_leaves, torch_dtype
 from funcollect.tree import Path
 
-_FINAL = ("final_obs", "final_observation")  # in the infos: Gymnasium's name, and its older one
 _RESETS = ("reset_mask", "env_ids", "env_idx")
 _NEEDED = ("num_envs", "single_observation_space", "single_action_space")
 
@@ -289,7 +288,7 @@ class VectorSimulators:
 
     def _final(self, done: Tensor, info: Mapping[str, Any]) -> dict[Path, Tensor] | None:
         """The last observations [P, ...] in the infos, whose rows in the lanes `done` count; None if there are none."""
-        if (key := next((key for key in _FINAL if key in info), None)) is None:
+        if (key := next((key for key in FINAL if key in info), None)) is None:
             self.lacking = self.lacking | done.any()
             return None
         if isinstance(reported := info.get(f"_{key}"), Tensor):  # in which lanes, as Gymnasium says it
@@ -347,7 +346,7 @@ class VectorSimulators:
         if self._env.same_step and bool(self.lacking):
             raise EnvError(
                 f"{self._env} resets its lanes and does not report the last observations of their episodes, expected "
-                f"them in the infos as {_FINAL[0]!r}, since the value of a truncated state depends on them: let it add "
+                f"them in the infos as {FINAL[0]!r}, since the value of a truncated state depends on them: let it add "
                 "them (Isaac Lab: compute_final_obs=True in its configuration), or reset nothing (mjlab and ManiSkill: "
                 "auto_reset=False, others: autoreset_mode='DISABLED', if it takes a partial reset)"
             )

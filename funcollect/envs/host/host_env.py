@@ -262,7 +262,7 @@ class LeafRows:
         self.dtypes = {dtype for dtype in dtypes if np.can_cast(dtype, leaf.dtype, casting)}  # accepted as is
 
     def write_batch(self, values: Any, lanes: Sequence[int] | Array | None = None, *, of_all: bool = False) -> None:
-        """Write `values` [P, *shape], or those of k `lanes`: [k, *shape], or their rows of [P, *shape] with `of_all`."""
+        """Write `values` [P, *shape], or those of k lanes: [k, *shape], or their rows of [P, *shape] with `of_all`."""
         wanted = self.array.shape if lanes is None or of_all else (len(lanes), *self.leaf.shape)
         values = self._as_array("the vector environment", values, wanted)
         if lanes is not None and of_all:

@@ -139,7 +139,7 @@ class LanePool(WorkerPool):
             self.bells[worker].ring()
 
     def await_answers(self, workers: Sequence[int]) -> None:
-        """Wait until these workers have carried out their orders; raise the exception of one, or EnvError for a loss."""
+        """Wait until these workers have carried out their orders; raise one's exception, or EnvError for a loss."""
         self._checked = time.monotonic()
         while self._heard < len(workers):
             self._listen()
