@@ -53,10 +53,8 @@ def grouped(agents: Mapping[str, tuple[Space, Space]], given: Any, *, comes_and_
     for key, names in given.items():
         for name in names:
             if agents[name] != agents[names[0]]:
-                raise ValueError(
-                    f"the group {key!r} holds {name} with the spaces {agents[name]} and {names[0]} with "
-                    f"{agents[names[0]]}, expected equal spaces: put them into groups of their own"
-                )
+                what = f"the group {key!r} holds {name} with the spaces {agents[name]} and {names[0]} with"
+                raise ValueError(f"{what} {agents[names[0]]}, expected equal spaces: put them into groups of their own")
     return {key: Group(tuple(names), *agents[names[0]], comes_and_goes) for key, names in given.items()}
 
 
@@ -142,10 +140,8 @@ def turn_space(agents: Mapping[str, tuple[Space, Space]]) -> spaces.Dict:
     (first, own), *others = agents.items()
     for name, theirs in others:
         if theirs != own:
-            raise ValueError(
-                f"{name} has the spaces {theirs} and {first} has {own}, expected equal spaces of agents that move in "
-                "turns: wrap the environment so that they are, by padding for example"
-            )
+            what = f"{name} has the spaces {theirs} and {first} has {own}, expected equal spaces of agents that move"
+            raise ValueError(f"{what} in turns: wrap the environment so that they are, by padding for example")
     children = dict(own[0].spaces) if isinstance(own[0], spaces.Dict) else {"observation": own[0]}
     return spaces.Dict(OrderedDict(children | {PLAYER: spaces.Discrete(len(agents))}))
 

@@ -175,22 +175,19 @@ class _Copy:
             {name: value for name, value in attributes.items() if name not in _SAME and not isinstance(value, _CODE)}
             for attributes in self.attributes
         ]
-        attributes, names = to_data(changing, (*self.layers, self.layers[-1].ale)), [*map(_name, self.layers)]
+        attributes = to_data(changing, (*self.layers, self.layers[-1].ale))
+        names = [type(layer).__name__ for layer in self.layers]
         return {"layers": names, "attributes": attributes, "machine": self.machine.__getstate__()}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any], env: GymEnv) -> _Copy:
         """The inverse of `data`, for a game with the same wrappers; ReplayError if its wrappers differ."""
-        layers = _layers(env)
-        if (names := [*map(_name, layers)]) != (saved := data["layers"]):
+        layers, saved = _layers(env), data["layers"]
+        if (names := [type(layer).__name__ for layer in layers]) != saved:
             raise ReplayError(f"{env} has the wrappers {names}, the saved game {saved}: build it with the same")
         structure, arrays = data["attributes"]
         attributes = from_data(structure, arrays, (*layers, layers[-1].ale))
         return cls(layers, attributes, sys.modules["ale_py"].ALEState(data["machine"]))
-
-
-def _name(layer: Any) -> str:
-    return type(layer).__name__
 
 
 def _copied(attributes: list[dict[str, Any]], old: Sequence[Any], new: Sequence[Any]) -> list[dict[str, Any]]:

@@ -297,7 +297,6 @@ class LateLanes(VectorLanes):
 
 
 def _no_reset(lanes: Sequence[int]) -> NoResetError:
-    """The error for lanes that cannot be reset alone."""
     what = f"lanes {list(lanes)}: a reset within an episode (a limit, or a mask)"
     mend = "set the limit in the simulators, and reset all lanes"
     return NoResetError(f"{what}, but the vector environment resets its lanes itself, expected none: {mend}")

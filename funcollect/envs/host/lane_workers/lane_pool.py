@@ -79,7 +79,6 @@ class LanePool(WorkerPool):
 
     @property
     def _ended(self) -> set[int]:
-        """The workers whose processes have ended."""
         return {worker for worker in self.workers if self.records[worker].handle.ended_by(0)}
 
     @override
