@@ -95,9 +95,8 @@ class _Between:
         return tuple(itertools.chain.from_iterable(leaves))
 
     def _space(self, name: str) -> Space:
-        flag, number = box((1,), bool), box((1,), np.float32)
-        space = {PREVIOUS_ACTION: self.env.action_space, PREVIOUS_REWARD: number, FIRST: flag}[name]
-        return as_delivered(space) if self.env.backend == "jax" else space
+        known = {PREVIOUS_ACTION: self.env.action_space, PREVIOUS_REWARD: box((1,), np.float32), FIRST: box((1,), bool)}
+        return as_delivered(known[name]) if self.env.backend == "jax" else known[name]
 
     def observed(self) -> dict[str, Any]:
         """The attributes that describe an observation with the inputs; empty without inputs."""
@@ -195,8 +194,6 @@ class _Between:
 
 
 class _AroundTensors:
-    """Changed simulators over tensors."""
-
     def __init__(self, between: _Between, _: Any = None) -> None:
         self._between, self._inner = between, between.env.open()
         self.check, self.close = self._inner.check, self._inner.close
@@ -251,8 +248,8 @@ class _AroundLanes:
         self.observation: dict[Path, Any] = {**inner.observation, **{(k,): rows for k, rows in self._inputs.items()}}
         if self._inputs and hasattr(inner, "snapshot"):
             self.snapshot, self.restore = self._snapshot, self._restore
-            self.snapshot_data = partial(self._converted, inner.snapshot_data)
-            self.snapshot_from = partial(self._converted, inner.snapshot_from)
+            self.snapshot_data = lambda lanes: self._converted(inner.snapshot_data, lanes)
+            self.snapshot_from = lambda lanes: self._converted(inner.snapshot_from, lanes)
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], *options: Any) -> None:
         self._inner.reset(lanes, seeds, *options)

@@ -94,7 +94,7 @@ def _into_parts(space: Space, decode: Callable[[Any], Any], cast: Callable[[Any,
     """A function that decodes actions of `plain_actions` [k, n], and splits them into the parts, each [k, *shape]."""
     parts = disassemble(space, space)
     ends = np.cumsum([int(np.prod(part.shape, dtype=int)) for part in parts]).tolist()
-    columns = [*zip(parts, [0, *ends], ends, strict=False)]  # each part, and its first and last column
+    columns = [*zip(parts, [0, *ends], ends, strict=False)]  # each part, its first column, and the end
 
     def split(action: Any) -> list[Any]:
         flat = decode(action)
@@ -116,8 +116,7 @@ def lane_structures(space: Space, decode: Callable[[Any], Any]) -> Callable[[Any
     split = _into_parts(space, decode, np.ndarray.astype)
 
     def by_lane(action: Any) -> list[Any]:
-        # Gymnasium's numbers of a Box are arrays of shape [], those of a Discrete are scalars.
         columns = ([*map(np.asarray, part)] if part.dtype.kind == "f" else part for part in split(action))
-        return [in_structure(space, iter(row)) for row in zip(*columns, strict=True)]
+        return [in_structure(space, iter(row)) for row in zip(*columns, strict=True)]  # numbers of a Box are arrays
 
     return by_lane

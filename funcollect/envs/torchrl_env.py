@@ -216,8 +216,7 @@ class TorchRLLanes(SimulatorsBase):
         infos: Any = ()
         if self._groups:
             rewards = [after.get(key).reshape(self._num_envs, -1) for key in self._layout.reward_keys]  # [P, n] each
-            reward = torch.cat(rewards, -1).sum(-1).tolist()
-            infos = [of_group.numpy(force=True)[list(lanes)] for of_group in rewards]
+            reward, infos = torch.cat(rewards, -1).sum(-1).tolist(), [r.numpy(force=True)[list(lanes)] for r in rewards]
         else:
             reward = _column(after, self._layout.reward_keys[0])
         columns: Any = (reward, *self._flags(after))

@@ -1,10 +1,10 @@
 """Atari games under any Gymnasium wrappers, with snapshots.
 
 ALE can save the emulated machine (its RAM and its random generator), but not the last action, which a sticky frame
-repeats. So a game is copied every `_APART` steps, and the calls since the last copy but one are recorded. To restore a
-snapshot, that copy is put into a game, and the calls are repeated. This is tried for each action that may have come
-before the copy, until the machine is equal to the saved one. Functions that change a game are not repeated: a copy of
-the changed game is recorded among the calls. Where episodes have one life each, the next goes on with the same game.
+repeats. So a game is copied every `_APART` steps, and all calls since the older of the last two copies are recorded. A
+snapshot is restored from that copy, by the same calls after each action that may have come before it, until the machine
+is equal to the saved one. Functions that change a game are not repeated: a copy of the changed game is recorded among
+the calls. Where episodes have one life each, the next goes on with the same game.
 """
 
 from __future__ import annotations

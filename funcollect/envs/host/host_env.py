@@ -30,12 +30,11 @@ Array = npt.NDArray[Any]
 Opener = Callable[["SimulatedEnv"], Simulators]  # makes the simulators of an adapted environment, once for each state
 OpenerOf = Callable[[int, int], Opener]  # the opener of the lanes ``first … end - 1``
 
-# The advice at the end of messages about environments that raised.
 ONWARD = "correct that, or begin new episodes with funcollect.recover(env, state), as a collector does by itself"
 
 
 def without_advice(message: str) -> str:
-    """An error's message without `ONWARD`, for environments in workers, where nobody can follow it."""
+    """An error's message without the advice `ONWARD`, which nobody can follow for environments in workers."""
     return message.removesuffix(ONWARD).removesuffix(": ").removesuffix("; ")
 
 
