@@ -41,7 +41,7 @@ class WorkerLanes(LanePool):
         self._all = _Target(range(num_envs), slice(num_envs), range(len(self._shares)))
         self._restarted: dict[int, int] = {}  # the seeds of lanes whose workers have begun the next episode already
         self._target = self._all  # of the last `send`
-        self._under_way: set[int] = set()  # workers of `send_some` that have not been received yet
+        self._under_way: set[int] = set()  # workers of `send_some` whose answers have not been received yet
         self.least_ready, self.most_ahead, self.busy = env.workers.least_ready, 0, frozenset[int]()
 
     @override
