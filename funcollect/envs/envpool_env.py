@@ -1,4 +1,4 @@
-"""EnvPool's environments, whose lanes are all stepped in one call of C++."""
+"""EnvPool's environments, which step all lanes in one call of C++."""
 
 from __future__ import annotations
 

@@ -129,7 +129,8 @@ def _without_transforms(env: Any) -> tuple[Any, list[tuple[Any, Any]]]:
 
     found: list[tuple[Any, Any]] = []
     while hasattr(type(env), "transform"):
-        found += [(env, each) for each in (env.transform if isinstance(env.transform, Compose) else [env.transform])]
+        inner = env.transform if isinstance(env.transform, Compose) else [env.transform]
+        found += [(env, transform) for transform in inner]
         env = env.base_env
     return env, found
 
@@ -172,8 +173,7 @@ def observation_space(spec: Any, path: Path = (), without: Collection[Path] = ()
         children = {key: (child, (*path, key)) for key, child in spec.items() if (*path, key) not in without}
         return spaces.Dict({key: observation_space(*child, without) for key, child in children.items()})
     name = ".".join(path)
-    dtype = _numpy_dtype(spec, name)
-    shape = tuple(spec.shape)
+    dtype, shape = _numpy_dtype(spec, name), tuple(spec.shape)
     if isinstance(spec, (Binary, OneHot)) or dtype.kind == "b":
         return box(shape, dtype, 0, 1)
     if isinstance(spec, Categorical):

@@ -60,10 +60,10 @@ def lane_of(
     spec, jnp = agents.action_spec(groups, names), import_jax().numpy
 
     def observed(rows: Any, ends: ByGroup, function: str) -> dict[str, Any]:
-        given = _by_group(groups, rows, f"observation that {function} of {label} returned")
-        nodes: dict[str, Any] = {} if state_space is None else {STATE: given.get(STATE)}
+        rows = _by_group(groups, rows, f"observation that {function} of {label} returned")
+        nodes: dict[str, Any] = {} if state_space is None else {STATE: rows.get(STATE)}
         for name, group in groups.items():
-            nodes[name] = {"observation": given[name]} | {flag: ends[name][i, :, None] for i, flag in enumerate(FLAGS)}
+            nodes[name] = {"observation": rows[name]} | {flag: ends[name][i, :, None] for i, flag in enumerate(FLAGS)}
             if group.comes_and_goes:
                 nodes[name][PRESENT] = ~ends[name].any(0)
         return nodes
@@ -118,8 +118,8 @@ def _flags(label: str, groups: Mapping[str, Group], value: Any) -> ByGroup:
     """One kind of flags by group, [n] bool each, from flags by group, or from one flag for all agents."""
     jnp, flags = import_jax().numpy, {}
     rows = value if isinstance(value, Mapping) else dict.fromkeys(groups, value)
-    for name, given in _by_group(groups, rows, f"flag that step of {label} returned").items():
-        flag = jnp.asarray(given)
+    for name, row in _by_group(groups, rows, f"flag that step of {label} returned").items():
+        flag = jnp.asarray(row)
         if flag.dtype != bool or flag.shape not in ((), (groups[name].n,)):
             wanted = f"bool [] or [{groups[name].n}]: compare, as in x > 2; reward comes before the two flags"
             what = f"the flag of {name!r} that step of {label} returned is {dtypes_and_shapes(flag)}"
