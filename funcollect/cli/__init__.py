@@ -21,8 +21,8 @@ from funcollect.errors import CheckError, FuncollectError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, with the arguments of the process by default, and return its exit code.
 
-    That is 0; 1 if a check failed; 2 for an error that the user can correct; 130 after Ctrl-C. Raises SystemExit, with
-    2 if the arguments cannot be parsed, with 0 for ``--help`` and ``--version``.
+    The code is 0, or 1 if a check failed, 2 for an error that the user can correct, 130 after Ctrl-C. Raises SystemExit
+    for arguments that cannot be parsed (2), and for ``--help`` and ``--version`` (0).
     """
     arguments = _parse(argv)
     try:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _count(text: str) -> int:
-    """Parse an argument that is a positive int; ``1e5`` is one, too."""
+    """Parse a positive int, which may be written as ``1e5``."""
     try:
         number = float(text)
     except ValueError:
@@ -63,8 +63,9 @@ def _named_value(text: str) -> tuple[str, Any]:
 
 
 def _option(kind: Any, metavar: str, default: Any, what: str = "") -> dict[str, Any]:
-    shown = "; ".join(filter(None, (what, "" if default is None else f"default: {default}")))
-    return {"type": kind, "default": default, "metavar": metavar, "help": shown}
+    """The keywords of argparse's `add_argument`, with the default in the help."""
+    text = "; ".join(filter(None, (what, "" if default is None else f"default: {default}")))
+    return {"type": kind, "default": default, "metavar": metavar, "help": text}
 
 
 _number, _path = partial(_option, _count, "N"), partial(_option, Path, "FILE")
@@ -74,15 +75,15 @@ _LIMITED = {"--max-episode-steps": _number(None, "truncate episodes after N step
 
 
 def _pair(lanes: int | None = None, policy: str | None = "random", named: str = "") -> dict[str, Any]:
-    """The options that name an environment and a policy; `lanes` is the default of ``--num-envs``, None for no such."""
-    env, given = "an id (torch/CartPole-v1), or module:factory", "for the policy's factory, as JSON or text"
+    """The options for an environment and a policy; `lanes` is the default of ``--num-envs``, None to leave it out."""
+    env, value = "an id (torch/CartPole-v1), or module:factory", "for the policy's factory, as JSON or text"
     return {
         "env": {"nargs": "?", "metavar": "ENV", "help": env},
         "--env": {"dest": "env_option", "metavar": "ENV", "help": "the same as ENV"},
         **({} if lanes is None else {"--num-envs": _number(lanes, "environments in one batch")}),
         "--policy": {"default": policy, "metavar": "NAME", "help": named or "mlp, random (default), or module:factory"},
         "--weights": _path(None, "its state_dict: .safetensors, .pt or .pth"),
-        "--option -o": {**_option(_named_value, "NAME=VALUE", None, given), "action": "append", "default": []},
+        "--option -o": {**_option(_named_value, "NAME=VALUE", None, value), "action": "append", "default": []},
     }
 
 
@@ -143,7 +144,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     _add_commands(commands)
     arguments = parser.parse_args(argv)
     if "env_option" in arguments:
-        named = [each for each in (arguments.env, arguments.env_option) if each is not None]
+        named = [name for name in (arguments.env, arguments.env_option) if name is not None]
         if len(named) != 1:
             found = f"{len(named)} environments are given, expected one: ENV, or --env ENV"
             commands.choices[arguments.command].error(found)

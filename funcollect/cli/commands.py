@@ -1,4 +1,4 @@
-"""Runs the commands, each over the environment and the policy that its arguments name; and what they leave."""
+"""The commands: each makes the environment and the policy that its arguments name, and prints or saves results."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def collect(arguments: Namespace) -> None:
 
 
 def _is_drawable(path: Path) -> bool:
-    """Whether a picture can have this path; False, with the reason on standard error, if Matplotlib is missing."""
+    """Check the path of a picture; if Matplotlib is missing, print that to standard error, and return False."""
     try:
         check_figure(path)
     except ImportError as error:
@@ -111,7 +111,7 @@ def evaluate(arguments: Namespace) -> None:
 
 
 def _warn_of_no_end(env: fc.Env) -> None:
-    """Say on standard error that episodes may have no end, if that is so."""
+    """Print a warning to standard error if episodes may have no end."""
     if not is_limited(env, None):
         mend = "pass --max-episode-steps N, or write truncates = True in the class of one that limits them itself"
         print(f"episodes may have no end: {mend}", file=sys.stderr)
@@ -121,8 +121,8 @@ def record(arguments: Namespace) -> None:
     """Film whole episodes; Gymnasium's environments, and factories that can, are asked to render."""
     os.environ.setdefault("SDL_AUDIODRIVER", "dummy")  # films have no sound; pygame looks for a sound card
     name, renders = arguments.env, {"render_mode": "rgb_array"}
-    asked = "render_mode" in _parameters(factory) if (factory := _member(name)) else re.match(r"ale/|[^/]*$", name)
-    env = make_env(arguments, None, **(renders if asked else {}))
+    takes_mode = "render_mode" in _parameters(factory) if (factory := _member(name)) else re.match(r"ale/|[^/]*$", name)
+    env = make_env(arguments, None, **(renders if takes_mode else {}))
     _warn_of_no_end(env)
     policy = make_policy(arguments, env, arguments.seed)
     stats = fc.record(env, policy, arguments.out, episodes=arguments.episodes, seed=arguments.seed)
@@ -166,24 +166,24 @@ def policies(arguments: Namespace) -> None:
     """Print each policy that packages offer by name: whether it works, the package, and where its factory is."""
     env = None if arguments.env is None else make_env(arguments, 1)
     offers = offered_policies()
-    wide, origins = (max(map(len, each)) for each in (offers, [plugin.origin for plugin in offers.values()]))
+    width, origin_width = (max(map(len, column)) for column in (offers, [plugin.origin for plugin in offers.values()]))
     for name, plugin in offers.items():
         verdict, reason = "ok", ""
         try:
             plugin.load() if env is None else plugin.make(env)
         except (fc.PluginError, TypeError) as error:
             verdict, reason = "broken", " ".join(str(getattr(error, "reason", error)).split())
-        print(f"{verdict:<6}  {name:<{wide}}  {plugin.origin:<{origins}}  {plugin.source}  {reason}".rstrip())
+        print(f"{verdict:<6}  {name:<{width}}  {plugin.origin:<{origin_width}}  {plugin.source}  {reason}".rstrip())
 
 
 def make_env(arguments: Namespace, num_envs: int | None, **kwargs: Any) -> fc.Env:
-    """Make the environment that the arguments name; any error of its own code becomes a ValueError of one line."""
+    """Make the environment that the arguments name; other exceptions of its own code become a ValueError."""
     name = arguments.env
     given = {"num_envs": num_envs, "max_episode_steps": arguments.max_episode_steps}
     kwargs |= {key: value for key, value in given.items() if value is not None}
     try:
         factory = _member(name) or name
-        if "num_envs" in _parameters(factory):  # else it makes one lane
+        if "num_envs" in _parameters(factory):  # otherwise it makes one lane
             return fc.make_env(limited(factory, kwargs, name, "leave it out"))
         return fc.make_env(factory, **kwargs)
     except (ValueError, TypeError):
@@ -193,7 +193,7 @@ def make_env(arguments: Namespace, num_envs: int | None, **kwargs: Any) -> fc.En
 
 
 def _parameters(factory: Any) -> set[str]:
-    """The names of a factory's parameters; empty for one that has no signature, and for an id."""
+    """The names of a factory's parameters; empty for an id, or without a signature."""
     try:
         return {*inspect.signature(factory).parameters}
     except (TypeError, ValueError):
@@ -201,7 +201,7 @@ def _parameters(factory: Any) -> set[str]:
 
 
 def _is_in_a_module(address: str) -> bool:
-    """Whether it is ``module:name``, here or installed; ValueError for ``file.py:name`` and a bare module."""
+    """Whether the address is ``module:name``, here or installed; ValueError for a file, or a bare module here."""
     file, _, name = address.partition(":")
     if not name and Path(f"{address}.py").exists():
         raise ValueError(f"{address!r} is a module here, expected a function of it: say for example {address}:make")
@@ -214,7 +214,7 @@ def _is_in_a_module(address: str) -> bool:
 
 
 def _member(address: str) -> Any:
-    """The member ``module:name``; None for an address that is none, such as an id."""
+    """Import ``module:name``; None for other addresses, such as ids."""
     if not _is_in_a_module(address):
         return None
     module, _, name = address.partition(":")
@@ -227,7 +227,7 @@ def _member(address: str) -> Any:
 
 
 def policy_named(name: str) -> PolicyPlugin:
-    """Find the policy that a package offers by name, or in ``module:factory``, where the factory is not called yet."""
+    """Find the policy that a package offers by name, or that ``module:factory`` makes; calls no factory."""
     in_a_module = _is_in_a_module(name)
     try:
         return find_policy(name)
@@ -254,7 +254,7 @@ def make_policy(arguments: Namespace, env: fc.Env, seed: int) -> fc.Policy:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read tensors by name from a file, whose code, if it has some, is not run; ValueError for another file."""
+    """Read tensors by name from a file without running code in it; ValueError for another kind of file."""
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: check the path")
     if path.suffix not in (".safetensors", ".pt", ".pth"):
@@ -264,14 +264,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             from safetensors.torch import load_file
 
             return load_file(path)
-        with warnings.catch_warnings():  # a pickle of another program's is no file of weights, whatever its protocol
+        with warnings.catch_warnings():  # about the protocols of pickles that are no weights
             warnings.simplefilter("ignore")
             weights = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(weights, dict) or not all(isinstance(leaf, Tensor) for leaf in weights.values()):
             raise TypeError(f"it holds {type(weights).__name__}")
     except (OSError, ImportError):
         raise
-    except Exception as error:  # whatever the file makes unpickling raise
+    except Exception as error:  # unpickling may raise anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         mend = "save policy.state_dict() with torch.save or safetensors"
         raise ValueError(f"{path} has no tensors by name ({reason}), expected tensors by name: {mend}") from error
@@ -280,9 +280,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def output_folder(out: Path, overwrite: bool, *, whole: bool = True) -> Iterator[Path]:
-    """Yield a folder that replaces `out` after the block; ValueError unless that is empty or may be overwritten.
+    """Yield a folder that replaces `out` after the block; ValueError unless `out` is empty or may be overwritten.
 
-    Unless it has to be `whole`, it is `out` itself, where each part can be read once it is written.
+    If the folder need not appear as a `whole`, it is `out` itself, where each part can be read once it is written.
     """
     out = out.resolve()
     if out.exists() and not out.is_dir():
@@ -315,20 +315,20 @@ def output_folder(out: Path, overwrite: bool, *, whole: bool = True) -> Iterator
 
 
 def save(path: Path, frames: int, batches: Iterable[TensorDict]) -> None:
-    """Write batches [P, T] of equal shape, with so many frames, one after another as one memory-mapped TensorDict."""
+    """Write consecutive batches [P, T], which have at least so many frames, as one memory-mapped TensorDict."""
     store: TensorDict | None = None
     filled = 0
     for batch in batches:
         length = batch.shape[-1]
         if store is None:
-            whole = batch[..., :1].expand(*batch.shape[:-1], math.ceil(frames / batch.numel()) * length)
-            store = _reserved(path, whole)
+            like = batch[..., :1].expand(*batch.shape[:-1], math.ceil(frames / batch.numel()) * length)
+            store = _reserved(path, like)
         store[..., filled : filled + length].update_(batch)
         filled += length
 
 
 def _reserved(path: Path, like: TensorDict) -> TensorDict:
-    """A memory-mapped TensorDict like another; OSError without room: a write to a sparse file may kill the process."""
+    """A memory-mapped TensorDict like another; OSError without room, where a write to a sparse file may kill us."""
     wanted = sum(leaf.numel() * leaf.element_size() for leaf in flatten(like).values())
     try:
         if wanted > shutil.disk_usage(path.parent).free:
@@ -347,14 +347,14 @@ def _reserved(path: Path, like: TensorDict) -> TensorDict:
 def collected(
     env: fc.Env, policy: fc.Policy, size: int, frames: int, seed: int, take: Callable[[Iterable[TensorDict]], Any]
 ) -> tuple[fc.EpisodeStats, dict[str, Any]]:
-    """Collect with a progress bar, and `take` the batches; return the episodes, open ones too, and values for JSON."""
+    """Collect with a progress bar, and pass the batches to `take`; return the episodes, and statistics for JSON."""
     window, began = EpisodeWindow(), time.perf_counter()
     parts: list[fc.EpisodeStats] = []
 
     def batches(collector: fc.SyncDataCollector) -> Iterator[TensorDict]:
         for batch in fc.track(collector, window=window):
             assert window.last is not None
-            parts[-1:] = [replace(part, open_returns={}) for part in parts[-1:]]  # of the last one alone
+            parts[-1:] = [replace(part, open_returns={}) for part in parts[-1:]]  # only the last part has them
             parts.append(window.last)
             yield batch
 
@@ -375,14 +375,14 @@ def statistics_of(episodes: fc.EpisodeStats) -> dict[str, Any]:
 
 
 def tables(statistics: dict[str, Any]) -> str:
-    """Counts and spreads, each as a table."""
-    spreads = [(name, *map(_number, each.values())) for name, each in statistics.items() if isinstance(each, dict)]
-    counts = [(key.replace("_per_", "/"), _number(each)) for key, each in statistics.items() if type(each) is not dict]
+    """The counts and the spreads of `statistics_of` as two tables."""
+    spreads = [(name, *map(_number, value.values())) for name, value in statistics.items() if isinstance(value, dict)]
+    counts = [(key.replace("_per_", "/"), _number(n)) for key, n in statistics.items() if not isinstance(n, dict)]
     return f"{table(counts)}\n\n{table([('per episode', 'mean', 'std', 'min', 'max'), *spreads])}"
 
 
 def _spread(values: Tensor) -> dict[str, float | None]:
-    """The mean, standard deviation, minimum and maximum; None for one that does not exist or is not finite."""
+    """The mean, standard deviation, minimum and maximum; None in place of each that is missing or not finite."""
     if not len(values):
         return dict.fromkeys(("mean", "std", "min", "max"))
     numbers = {"mean": values.mean(), "std": values.std(correction=0), "min": values.min(), "max": values.max()}

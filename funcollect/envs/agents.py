@@ -1,7 +1,7 @@
-"""Environments of several agents, in groups or in turns: how their rows lie in the spaces of a lane, and in a batch.
+"""Environments of several agents, in groups or in turns: the spaces of a lane, and the keys of a batch.
 
 To a loop, such an environment is like any other: its observation is a dict by group, its action is one array, and each
-agent's reward is an info. What it delivers is put under the keys of groups afterwards, as views.
+agent's reward is an info. Afterwards, a batch shows the loop's columns under the keys of groups, as views.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from funcollect.specs import PLAYER, Group, GroupedSpec, Space, TurnSpec
 from funcollect.tree import NAMESPACE, Path, flatten, to_batch
 
 REWARD = "reward"  # the info of each group, [n] float32
-FLAGS = ("terminated", "truncated")  # of each agent, part of what is observed: [n, 1] bool
-PRESENT = "mask"
+FLAGS = ("terminated", "truncated")  # of each agent, in the observation: [n, 1] bool
+PRESENT = "mask"  # in the observation, which agents are present: [n] bool
 STATE = "state"  # a shared observation, at the root
 TURNS = "turns"  # the infos of an environment in turns, each [players]
 
 
 def grouped(agents: Mapping[str, tuple[Space, Space]], given: Any, *, comes_and_goes: bool) -> dict[str, Group]:
-    """The groups of agents with their observation and action spaces: those `given`, a dict of lists of names.
+    """The groups of `agents`, whose observation and action spaces are given by name.
 
-    Without these, agents whose names differ in a number at the end make a group if their spaces are equal, and all
-    others are alone. Raises ValueError for groups that do not hold every agent once, or agents with other spaces.
+    `given` has lists of names by group; for None, agents whose names differ in a number at the end make a group if
+    their spaces are equal, and all others are alone. Raises the ValueErrors of `from_pettingzoo` for wrong groups.
     """
     if given is None:
         given = {}
@@ -53,23 +53,21 @@ def grouped(agents: Mapping[str, tuple[Space, Space]], given: Any, *, comes_and_
     for key, names in given.items():
         for name in names:
             if agents[name] != agents[names[0]]:
-                raise ValueError(
-                    f"the group {key!r} holds {name} with the spaces {agents[name]} and {names[0]} with "
-                    f"{agents[names[0]]}, expected equal spaces: put them into groups of their own"
-                )
+                what = f"the group {key!r} holds {name} with the spaces {agents[name]} and {names[0]} with"
+                raise ValueError(f"{what} {agents[names[0]]}, expected equal spaces: put them into groups of their own")
     return {key: Group(tuple(names), *agents[names[0]], comes_and_goes) for key, names in given.items()}
 
 
 def observation_space(groups: Mapping[str, Group], state: Space | None = None) -> spaces.Dict:
     """The observation space of a lane: by group, its agents' rows and flags and, if they come and go, a mask."""
-    whole: dict[str, Space] = {}
+    by_name: dict[str, Space] = {}
     for name, group in groups.items():
         rows: dict[str, Space] = {"observation": batch_space(group.observation_space, group.n)}
         rows |= {flag: box((group.n, 1), bool) for flag in FLAGS}
         if group.comes_and_goes:
             rows[PRESENT] = box((group.n,), bool)
-        whole[name] = spaces.Dict(rows)
-    return spaces.Dict(whole | ({} if state is None else {STATE: state}))
+        by_name[name] = spaces.Dict(rows)
+    return spaces.Dict(by_name | ({} if state is None else {STATE: state}))
 
 
 def action_space(groups: Mapping[str, Group]) -> spaces.Dict:
@@ -78,10 +76,10 @@ def action_space(groups: Mapping[str, Group]) -> spaces.Dict:
 
 
 def stacked(space: Space, rows: Sequence[Any]) -> Any:
-    """The observations of n agents as one, zeros for None."""
+    """Stack the observations of n agents to [n, ...], with zeros for None."""
     if isinstance(space, spaces.Dict):
-        parts = space.spaces.items()
-        return {key: stacked(child, [None if row is None else row[key] for row in rows]) for key, child in parts}
+        children = space.spaces.items()
+        return {key: stacked(child, [None if row is None else row[key] for row in rows]) for key, child in children}
     if any(row is None for row in rows):
         empty = np.zeros(space.shape or (), space.dtype)
         rows = [empty if row is None else row for row in rows]
@@ -89,23 +87,23 @@ def stacked(space: Space, rows: Sequence[Any]) -> Any:
 
 
 def by_group(groups: Mapping[str, Group], values: Mapping[str, Any], stack: Callable[[Any], Any]) -> dict[str, Any]:
-    """The values of agents, arrays or dicts of them, stacked for each group."""
-    own = {name: [values[each] for each in group.names] for name, group in groups.items()}
-    return {name: optree.tree_map(lambda *one: stack(one), *rows, namespace=NAMESPACE) for name, rows in own.items()}
+    """Stack values by agent, arrays or dicts of arrays, for each group."""
+    rows = {name: [values[agent] for agent in group.names] for name, group in groups.items()}
+    return {name: optree.tree_map(lambda *leaf: stack(leaf), *own, namespace=NAMESPACE) for name, own in rows.items()}
 
 
 def by_agent(groups: Mapping[str, Group], rows: Mapping[str, Any]) -> dict[str, Any]:
     """The rows [n, ...] of each group by the names of its agents."""
-    return {each: row for name, group in groups.items() for each, row in zip(group.names, rows[name], strict=True)}
+    return {agent: row for name, group in groups.items() for agent, row in zip(group.names, rows[name], strict=True)}
 
 
 def action_spec(groups: Mapping[str, Group], order: Sequence[str]) -> GroupedSpec:
-    """How the actions of all groups look in a loop; TypeError for groups of different kinds of actions."""
+    """The encoding of all groups' actions as one array; TypeError for groups with different kinds of actions."""
     return GroupedSpec(plain_actions(action_space(groups)), groups=groups, order=tuple(order))
 
 
 def there(observation: Any, mask: Any) -> Any:
-    """Observations [..., n, ...], with zeros for agents that are not there by the mask [..., n]."""
+    """Observations [..., n, ...], with zeros for the agents that a mask [..., n] lacks."""
 
     def kept(leaf: Any) -> Any:
         xp: Any = torch if isinstance(leaf, Tensor) else import_jax().numpy
@@ -115,48 +113,46 @@ def there(observation: Any, mask: Any) -> Any:
 
 
 def by_groups(columns: Mapping[Path, Any], spec: GroupedSpec) -> dict[Path, Any]:
-    """Columns [..., *shape] of a loop with what belongs to agents under the keys of their groups."""
-    made: dict[Path, Any] = {}
+    """A loop's columns [..., *shape], those of agents under the keys of their groups, with ``done`` for each group."""
+    moved: dict[Path, Any] = {}
     for path, column in columns.items():
-        name, _, what = path[-1].partition(".")
-        own = bool(what) and name in spec.groups
+        name, _, key = path[-1].partition(".")
+        of_group = bool(key) and name in spec.groups
         if path == ("action",):
-            made |= {(group, "action"): spec.of_group(group, column) for group in spec.groups}
-        elif own and path[:2] == ("next", "info") and what == REWARD:
-            made["next", name, what] = column[..., None]
-        elif own and path[:2] == ("next", "info"):
-            made["next", name, "info", what] = column
-        elif own and len(path) == 1:  # an output of a policy in a traced loop
-            made[name, what] = column
+            moved |= {(group, "action"): spec.of_group(group, column) for group in spec.groups}
+        elif of_group and path[:2] == ("next", "info") and key == REWARD:
+            moved["next", name, key] = column[..., None]
+        elif of_group and path[:2] == ("next", "info"):
+            moved["next", name, "info", key] = column
+        elif of_group and len(path) == 1:  # an output of a policy in a traced loop
+            moved[name, key] = column
         else:
-            made[path] = column
+            moved[path] = column
     for name, lead in product(spec.groups, ((), ("next",))):
         node = (*lead, name)
-        if (*node, FLAGS[0]) in made and (*node, "done") not in made:
-            made[*node, "done"] = made[*node, FLAGS[0]] | made[*node, FLAGS[1]]
-    return made
+        if (*node, FLAGS[0]) in moved and (*node, "done") not in moved:
+            moved[*node, "done"] = moved[*node, FLAGS[0]] | moved[*node, FLAGS[1]]
+    return moved
 
 
 def turn_space(agents: Mapping[str, tuple[Space, Space]]) -> spaces.Dict:
-    """What is observed where one agent moves at a time: that of the mover, and which one it is; else ValueError."""
+    """The space of what the agent that moves observes, with its number; ValueError if agents have different spaces."""
     (first, own), *others = agents.items()
     for name, theirs in others:
         if theirs != own:
-            raise ValueError(
-                f"{name} has the spaces {theirs} and {first} has {own}, expected equal spaces of agents that move in "
-                "turns: wrap the environment so that they are, by padding for example"
-            )
-    parts = dict(own[0].spaces) if isinstance(own[0], spaces.Dict) else {"observation": own[0]}
-    return spaces.Dict(OrderedDict(parts | {PLAYER: spaces.Discrete(len(agents))}))
+            what = f"{name} has the spaces {theirs} and {first} has {own}, expected equal spaces of agents that move"
+            raise ValueError(f"{what} in turns: wrap the environment so that they are, by padding for example")
+    children = dict(own[0].spaces) if isinstance(own[0], spaces.Dict) else {"observation": own[0]}
+    return spaces.Dict(OrderedDict(children | {PLAYER: spaces.Discrete(len(agents))}))
 
 
 def presented(batch: TensorDict, spec: GroupedSpec | TurnSpec) -> TensorDict:
-    """A rollout's batch [*B, T] with what belongs to agents under their own keys, as views."""
+    """A rollout's batch [*B, T] with the values of agents under their own keys, as views."""
     if isinstance(spec, TurnSpec):
         batch.unlock_()
-        for key, value in batch["next"].pop("info").items():
-            _, _, what = key.partition(f"{TURNS}.")
-            batch["next", *((what,) if what == REWARD else ("info", what or key))] = value
+        for name, value in batch["next"].pop("info").items():
+            _, _, key = name.partition(f"{TURNS}.")
+            batch["next", *((key,) if key == REWARD else ("info", key or name))] = value
         return batch.lock_()
     leaves = by_groups(flatten(batch), spec)
     gone = [name for name, group in spec.groups.items() if group.comes_and_goes and not leaves[name, PRESENT].all()]
@@ -164,9 +160,9 @@ def presented(batch: TensorDict, spec: GroupedSpec | TurnSpec) -> TensorDict:
 
 
 def without_absent(leaves: dict[Path, Any], groups: Iterable[str]) -> dict[Path, Any]:
-    """Columns by group in which what absent agents of some groups observe before a step is zeros."""
-    gone = {*groups}
+    """The columns, with zeros for the root observations of absent agents in these groups."""
+    masked = {*groups}
     return {
-        path: there(leaf, leaves[path[0], PRESENT]) if path[0] in gone and path[1] == "observation" else leaf
+        path: there(leaf, leaves[path[0], PRESENT]) if path[0] in masked and path[1] == "observation" else leaf
         for path, leaf in leaves.items()
     }

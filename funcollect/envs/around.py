@@ -1,6 +1,6 @@
-"""What `make_env` puts between a policy and an environment of any kind: clipped actions and rewards, and the last step.
+"""Clipped actions, clipped rewards and further `inputs`, the keywords of `make_env` for environments of any kind.
 
-All of it follows from one step, so an environment's state stays as it is. Around simulators it runs in their process.
+All of them depend on one step only, so an environment's state does not change. They run where the simulators live.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ INPUTS = PREVIOUS_ACTION, PREVIOUS_REWARD, FIRST = "prev_action", "prev_reward",
 OWN_REWARD = "reward"  # the info with the rewards before they are clipped
 KEYWORDS = ("clip_actions", "clip_rewards", "inputs")
 _FLAG = np.dtype(bool)
-# Members that only some simulators have, and that pass through.
-_OF_SOME = ("apply", "camera", "snapshot", "restore", "snapshot_data", "snapshot_from", "takes_options")
+# Optional members of simulators, which are passed through.
+_OPTIONAL = ("apply", "camera", "snapshot", "restore", "snapshot_data", "snapshot_from", "takes_options")
 
 
 def around(env: Any, *, clip_actions: bool = False, clip_rewards: bool = False, inputs: Sequence[str] = ()) -> Env:
-    """The environment `env` with what `make_env` describes under these keywords."""
+    """A changed copy of the environment; `make_env` documents the keywords."""
     _check(env, clip_actions, clip_rewards, inputs)
     between = _Between(env, clip_actions, clip_rewards, tuple(inputs))
     if env.backend == "host":
@@ -48,23 +48,23 @@ def around(env: Any, *, clip_actions: bool = False, clip_rewards: bool = False, 
     elif env.backend == "device":
         members = {"opener": partial(_AroundTensors, between)}
     else:
-        members = {"reset": between.of_reset(env.reset), "step": between.of_step(env.step)}
+        members = {"reset": between.around_reset(env.reset), "step": between.around_step(env.step)}
         if (observe := observer_of(env)) is not None:
             members["observation_of"] = lambda env_state, params: between.begun(observe(env_state, params))
         if not isinstance(env, AdaptedEnv):
             members = {name: staticmethod(function) for name, function in members.items()}
-    members |= between.description() | {"between": between}
+    members |= between.observed() | {"between": between}
     if isinstance(env, AdaptedEnv):
         return replace(env, **members)  # type: ignore[return-value]
     changed: Any = copy.copy(env)
     for name in members:
         vars(changed).pop(name, None)
-    changed.__class__ = type(type(env).__name__, (type(env),), members)  # which may have properties of these names
+    changed.__class__ = type(type(env).__name__, (type(env),), members)  # whose properties would win over attributes
     return cast(Env, changed)
 
 
 def _check(env: Any, clip_actions: bool, clip_rewards: bool, inputs: Sequence[str]) -> None:
-    """Raise TypeError or ValueError for what cannot be around this environment."""
+    """Raise TypeError or ValueError for changes that this environment does not allow."""
     check_flags(clip_actions=clip_actions, clip_rewards=clip_rewards)
     check_keys("inputs", inputs, FIRST)
     for name in inputs:
@@ -82,7 +82,7 @@ def _check(env: Any, clip_actions: bool, clip_rewards: bool, inputs: Sequence[st
 
 @dataclass(frozen=True)
 class _Between:
-    """What happens to a step of the environment `env`: in NumPy, in Torch, or in JAX for one lane."""
+    """The changes to a step of the environment `env`: in NumPy, in Torch, or in JAX for one lane."""
 
     env: Any
     clips_actions: bool
@@ -90,28 +90,29 @@ class _Between:
     inputs: tuple[str, ...]
 
     def leaves(self) -> tuple[Leaf, ...]:
-        """The leaves that are observed besides, in the order of `inputs`."""
-        own = (observation_leaves(spaces.Dict({name: self._space(name)})) for name in self.inputs)
-        return tuple(itertools.chain.from_iterable(own))
+        """The leaves of the `inputs`, in their order."""
+        leaves = (observation_leaves(spaces.Dict({name: self._space(name)})) for name in self.inputs)
+        return tuple(itertools.chain.from_iterable(leaves))
 
     def _space(self, name: str) -> Space:
-        own = {PREVIOUS_ACTION: self.env.action_space, PREVIOUS_REWARD: box((1,), np.float32), FIRST: box((1,), bool)}
-        return as_delivered(own[name]) if self.env.backend == "jax" else own[name]
+        known = {PREVIOUS_ACTION: self.env.action_space, PREVIOUS_REWARD: box((1,), np.float32), FIRST: box((1,), bool)}
+        return as_delivered(known[name]) if self.env.backend == "jax" else known[name]
 
-    def description(self) -> dict[str, Any]:
+    def observed(self) -> dict[str, Any]:
+        """The attributes that describe an observation with the inputs; empty without inputs."""
         if not self.inputs:
             return {}
         space = self.env.observation_space
-        parts = dict(space.spaces) if isinstance(space, spaces.Dict) else {"observation": space}
-        if taken := sorted(parts.keys() & {*self.inputs}):
+        children = dict(space.spaces) if isinstance(space, spaces.Dict) else {"observation": space}
+        if taken := sorted(children.keys() & {*self.inputs}):
             raise ValueError(f"inputs are {list(self.inputs)}, and {self.env} observes {taken} itself: leave them out")
-        whole = spaces.Dict(OrderedDict(parts | {name: self._space(name) for name in self.inputs}))
-        kept = {leaf.path: leaf for leaf in self.env.observation_leaves}
-        leaves = tuple(kept.get(leaf.path, leaf) for leaf in observation_leaves(whole))
-        return {"observation_space": whole, "observation_leaves": leaves}
+        wider = spaces.Dict(OrderedDict(children | {name: self._space(name) for name in self.inputs}))
+        kept = {leaf.path: leaf for leaf in self.env.observation_leaves}  # whose dtypes may differ from the space's
+        leaves = tuple(kept.get(leaf.path, leaf) for leaf in observation_leaves(wider))
+        return {"observation_space": wider, "observation_leaves": leaves}
 
     def bare(self, env: Any) -> Any:
-        """An environment with these lanes, and without what lies between."""
+        """The environment without the changes, but with the lanes of `env`: some of them, in a worker."""
         kept = {name: getattr(self.env, name) for name in ("observation_space", "observation_leaves", "info_keys")}
         if isinstance(env, AdaptedEnv):
             return replace(env, **kept)
@@ -121,6 +122,7 @@ class _Between:
         return bare
 
     def action(self, action: Any) -> Any:
+        """The action as the environment gets it."""
         if not self.clips_actions:
             return action
         low, high = self.env.action_space.low, self.env.action_space.high
@@ -129,7 +131,7 @@ class _Between:
             return action.clamp(low, high)  # in float64 if the space is: rounded bounds may lie outside
         return action.clip(low, high)
 
-    def of_reset(self, reset: Callable[..., Any]) -> Callable[..., Any]:
+    def around_reset(self, reset: Callable[..., Any]) -> Callable[..., Any]:
         def observed(key: Any, params: Any) -> tuple[Any, Any]:
             env_state, observation = checked_start(self.env, reset(key, params))
             return env_state, self.begun(observation)
@@ -137,7 +139,7 @@ class _Between:
         vars(observed)["__wrapped__"] = reset  # for `inspect.unwrap`
         return observed
 
-    def of_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def around_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def observed(key: Any, env_state: Any, action: Any, params: Any) -> Transition:
             action = self.action(action)
             return self.moved(checked_transition(self.env, step(key, env_state, action, params)), action)
@@ -146,7 +148,7 @@ class _Between:
         return observed
 
     def _arrays(self, observation: Any) -> Any:
-        """Functions of JAX, for one lane, or of Torch, for the lanes and on the device of an observation."""
+        """Array functions in JAX for one lane, or in Torch with an observation's device and number of lanes."""
         if self.env.backend == "jax":
             jnp = import_jax().numpy
             zeros, cast = jnp.zeros, lambda value, dtype: jnp.asarray(value).astype(dtype)
@@ -160,14 +162,15 @@ class _Between:
         )
 
     def begun(self, observation: Any) -> Any:
+        """The first observation of an episode, with the inputs."""
         if not self.inputs:
             return observation
         xp = self._arrays(observation)
-        own = {leaf.name: xp.zeros((*xp.lanes, *leaf.shape), leaf.dtype) for leaf in self.leaves()}
-        return self._joined(observation, own | ({FIRST: ~own[FIRST]} if FIRST in own else {}))
+        inputs = {leaf.name: xp.zeros((*xp.lanes, *leaf.shape), leaf.dtype) for leaf in self.leaves()}
+        return self._joined(observation, inputs | ({FIRST: ~inputs[FIRST]} if FIRST in inputs else {}))
 
     def moved(self, transition: Transition, action: Any) -> Transition:
-        """The transition after an action, as the environment got it."""
+        """The changed transition; `action` is the one that the environment got."""
         if not (self.inputs or self.clips_rewards):
             return transition
         xp = self._arrays(transition.observation)
@@ -179,15 +182,15 @@ class _Between:
             infos, reward = {**transition.info, OWN_REWARD: reward}, xp.sign(reward)
             transition = transition._replace(info=infos, reward=reward)
         values = {PREVIOUS_ACTION: action, PREVIOUS_REWARD: reward[..., None], FIRST: xp.zeros((*xp.lanes, 1), _FLAG)}
-        own = {leaf.name: xp.cast(values[leaf.name], leaf.dtype) for leaf in self.leaves()}
-        return transition._replace(observation=self._joined(transition.observation, own))
+        inputs = {leaf.name: xp.cast(values[leaf.name], leaf.dtype) for leaf in self.leaves()}
+        return transition._replace(observation=self._joined(transition.observation, inputs))
 
-    def _joined(self, observation: Any, own: Mapping[str, Any]) -> Any:
-        """The environment's observation and its `own` further leaves, by name, as one dict."""
-        if not own:
+    def _joined(self, observation: Any, inputs: Mapping[str, Any]) -> Any:
+        """The environment's observation and the inputs by name, as one dict."""
+        if not inputs:
             return observation
         is_dict = isinstance(self.env.observation_space, spaces.Dict)
-        return {**(observation if is_dict else {"observation": observation}), **own}
+        return {**(observation if is_dict else {"observation": observation}), **inputs}
 
 
 class _AroundTensors:
@@ -205,13 +208,14 @@ class _AroundTensors:
         between, action = self._between, self._between.action(action)
         moved, after = self._inner.step(action)
         last, begun = between.moved(moved, action), between.begun(after)
-        for name in between.inputs:  # where no episode has begun, the last step is the one before
+        for name in between.inputs:  # in lanes whose episodes go on, they are those after the step
             done = (last.terminated | last.truncated).view(-1, *[1] * (begun[name].ndim - 1))
             begun[name] = torch.where(done, begun[name], last.observation[name])
         return last, begun
 
 
 def _host_members(between: _Between) -> dict[str, Any]:
+    """The members of a changed environment over simulators on the host, which open changed ones."""
     env = between.env
     members: dict[str, Any] = {"info_keys": (*env.info_keys, OWN_REWARD)} if between.clips_rewards else {}
     if not isinstance(env, SimulatedEnv):
@@ -227,34 +231,35 @@ def _host_members(between: _Between) -> dict[str, Any]:
 
 
 class _AroundLanes:
-    """Simulators on the host, which have no lanes in other processes."""
+    """Changed simulators on the host; for lanes in processes, each worker has its own."""
 
     def __init__(self, between: _Between, opener: Callable[[Any], Any], env: Any) -> None:
-        """Open those inside: of `env`, which has what is observed besides, and in a worker some of the lanes."""
+        """Open the inner simulators. `env` is the changed environment; in a worker it has some of the lanes only."""
         inner, num_envs, memory = opener(between.bare(env)), env.num_envs or 1, getattr(env, "memory", None)
         self._between, self._inner = between, inner
         self.close, self._sent = inner.close, deque[Any]()  # actions whose outcomes are not received yet, oldest first
-        for name in (each for each in _OF_SOME if hasattr(inner, each)):
+        for name in (member for member in _OPTIONAL if hasattr(inner, member)):
             setattr(self, name, getattr(inner, name))
         self._decode = batch_decoder(between.env.action_spec)
-        self._own = {
+        self._inputs = {
             leaf.name: aligned((num_envs, *leaf.shape), leaf.dtype) if memory is None else memory[leaf.path]
             for leaf in between.leaves()
         }
-        self.observation: dict[Path, Any] = {**inner.observation, **{(name,): own for name, own in self._own.items()}}
-        if self._own and hasattr(inner, "snapshot"):
+        self.observation: dict[Path, Any] = {**inner.observation, **{(k,): rows for k, rows in self._inputs.items()}}
+        if self._inputs and hasattr(inner, "snapshot"):
             self.snapshot, self.restore = self._snapshot, self._restore
-            self.snapshot_data, self.snapshot_from = self._data_of, self._from_data
+            self.snapshot_data = lambda lanes: self._converted(inner.snapshot_data, lanes)
+            self.snapshot_from = lambda lanes: self._converted(inner.snapshot_from, lanes)
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], *options: Any) -> None:
         self._inner.reset(lanes, seeds, *options)
-        for name, rows in self._own.items():
+        for name, rows in self._inputs.items():
             rows[lanes] = name == FIRST
 
     def send(self, lanes: Sequence[int], action: Any) -> None:
         action = self._between.action(action)
         self._inner.send(lanes, action)
-        if PREVIOUS_ACTION in self._own:
+        if PREVIOUS_ACTION in self._inputs:
             self._sent.append(self._decode(action))
 
     def receive(self) -> tuple[Sequence[int], Outcome]:
@@ -262,31 +267,29 @@ class _AroundLanes:
         reward, terminated, truncated, infos = outcome
         try:
             if self._between.clips_rewards:
-                own, reward = reward, np.sign(np.asarray(reward, np.float64)).tolist()
-                outcome = reward, terminated, truncated, [*infos, own]
-            if PREVIOUS_REWARD in self._own:
-                self._own[PREVIOUS_REWARD][lanes, 0] = reward
+                clipped = np.sign(np.asarray(reward, np.float64)).tolist()
+                reward, outcome = clipped, (clipped, terminated, truncated, [*infos, reward])
+            if PREVIOUS_REWARD in self._inputs:
+                self._inputs[PREVIOUS_REWARD][lanes, 0] = reward
         except NOT_RECORDED as error:
             raise bad_outcome(outcome, lanes) from error
-        if PREVIOUS_ACTION in self._own:
-            self._own[PREVIOUS_ACTION][lanes] = self._sent.popleft()
-        if FIRST in self._own:
-            self._own[FIRST][lanes] = False
+        if PREVIOUS_ACTION in self._inputs:
+            self._inputs[PREVIOUS_ACTION][lanes] = self._sent.popleft()
+        if FIRST in self._inputs:
+            self._inputs[FIRST][lanes] = False
         return lanes, outcome
 
     def _snapshot(self) -> list[Any]:
-        """Of each lane, that of the simulators inside and the rows observed besides."""
-        rows = ([each[lane].copy() for each in self._own.values()] for lane in itertools.count())
+        """For each lane, the snapshot of the inner simulators and a copy of the inputs' rows."""
+        rows = ([column[lane].copy() for column in self._inputs.values()] for lane in itertools.count())
         return [*zip(self._inner.snapshot(), rows)]  # noqa: B905  (the rows have no end)
 
     def _restore(self, lanes: Sequence[Any]) -> None:
-        self._inner.restore([own for own, _ in lanes])
+        self._inner.restore([inner for inner, _ in lanes])
         for lane, (_, values) in enumerate(lanes):
-            for rows, value in zip(self._own.values(), values, strict=True):
+            for rows, value in zip(self._inputs.values(), values, strict=True):
                 rows[lane] = value
 
-    def _data_of(self, lanes: Sequence[Any]) -> list[Any]:
-        return [*zip(self._inner.snapshot_data([own for own, _ in lanes]), (rows for _, rows in lanes), strict=True)]
-
-    def _from_data(self, lanes: Sequence[Any]) -> list[Any]:
-        return [*zip(self._inner.snapshot_from([own for own, _ in lanes]), (rows for _, rows in lanes), strict=True)]
+    def _converted(self, convert: Callable[[list[Any]], list[Any]], lanes: Sequence[Any]) -> list[Any]:
+        """The same with the inner snapshots converted, to plain data or from it."""
+        return [*zip(convert([inner for inner, _ in lanes]), (rows for _, rows in lanes), strict=True)]

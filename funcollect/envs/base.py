@@ -1,4 +1,4 @@
-"""The members that all environments have, and how those of other libraries are recognised without importing these."""
+"""Base classes and checks of all environments, and recognition of other libraries' without importing them."""
 
 from __future__ import annotations
 
@@ -38,32 +38,33 @@ else:
 
 
 AUTORESET_MODES = ("DISABLED", "NEXT_STEP", "SAME_STEP")
+FINAL = ("final_obs", "final_observation")  # the info with last observations: Gymnasium's name, and its older one
 
 
 def autoreset_mode(env: Any) -> Any:
     """The name of the `AutoresetMode` by which a vector environment resets its lanes; None if it does not say."""
     raw = getattr(env, "unwrapped", env)
     mode, metadata = getattr(raw, "autoreset_mode", None), getattr(raw, "metadata", None)
-    shared = gymnasium.Env.metadata, VectorEnv.metadata  # into which others may have written theirs
-    if mode is None and metadata and not any(metadata is each for each in shared):
+    inherited = gymnasium.Env.metadata, VectorEnv.metadata  # other classes may have written their mode into these
+    if mode is None and metadata and not any(metadata is shared for shared in inherited):
         mode = metadata.get("autoreset_mode")
-    return getattr(mode, "name", {each.value: each.name for each in AutoresetMode}.get(str(mode), mode))
+    return getattr(mode, "name", {known.value: known.name for known in AutoresetMode}.get(str(mode), mode))
 
 
 def first_then_new(made: list[Any], build: Callable[[], Any]) -> Any:
-    """The environment that has been made already, of which the list has at most one, then what `build` makes."""
+    """Pop the environment from the list `made`, which holds one at most; build a new one once it is empty."""
     return made.pop() if made else build()
 
 
 def with_time_limit(
     factory: Callable[..., Any], kwargs: dict[str, Any], *, by_name: bool = False
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """A factory and its keywords; `max_episode_steps` is set on what it makes if it does not take it (by name)."""
+    """Wrap a factory that takes no `max_episode_steps` (by ``**kwargs`` neither, unless `by_name`), to set it later."""
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):
         return factory, kwargs
-    any_keyword = not by_name and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    any_keyword = not by_name and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if "max_episode_steps" not in kwargs or "max_episode_steps" in parameters or any_keyword:
         return factory, kwargs
     others = dict(kwargs)
@@ -73,20 +74,20 @@ def with_time_limit(
 
 
 def _limited(factory: Callable[..., Any], steps: int, **kwargs: Any) -> Any:
-    made = factory(**kwargs)
-    if isinstance(made, gymnasium.Env):
-        return TimeLimit(made, steps)
-    if not hasattr(made, "max_episode_steps"):
-        what = f"max_episode_steps was given with a factory that does not take it, and that made {type(made).__name__}"
+    env = factory(**kwargs)
+    if isinstance(env, gymnasium.Env):
+        return TimeLimit(env, steps)
+    if not hasattr(env, "max_episode_steps"):
+        what = f"max_episode_steps was given with a factory that does not take it, and that made {type(env).__name__}"
         raise TypeError(f"{what}, expected a gymnasium.Env: leave it out")
-    if is_dataclass(made):
-        return replace(made, max_episode_steps=steps)  # type: ignore[type-var]
-    made.max_episode_steps = steps
-    return made
+    if is_dataclass(env):
+        return replace(env, max_episode_steps=steps)  # type: ignore[type-var]
+    env.max_episode_steps = steps
+    return env
 
 
 def built(factory: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    """What a factory returns; ValueError if it asks Gymnasium for an id that is not registered in this process."""
+    """Call a factory; ValueError if it asks Gymnasium for an id that is not registered in this process."""
     try:
         return factory(**kwargs)
     except gymnasium.error.UnregisteredEnv as error:
@@ -129,7 +130,7 @@ def checked_start(env: object, answer: Any) -> tuple[Any, Any]:
 
 
 def fields_of(label: str, answer: Any) -> Transition:
-    """Return what `step` of two functions returned, a Transition or its fields; TypeError for anything else."""
+    """The Transition that `step` returned, as one or as a tuple of its fields; TypeError for anything else."""
     if not isinstance(answer, tuple) or len(answer) not in (5, 6):
         wanted = "(env_state, observation, reward, terminated, truncated), and info if there is any: return these"
         raise TypeError(f"{label}: step returned {returned(answer)}, expected {wanted}")
@@ -153,7 +154,7 @@ def checked_transition(env: JaxEnv | TorchEnv | DeviceEnv, answer: Any) -> Trans
 
 
 def leaves_of(env: JaxEnv | TorchEnv | DeviceEnv | AdaptedEnv, observation: Any, name: str) -> list[tuple[Leaf, Any]]:
-    """The leaves of an observation, each after its description; EnvError, which names it, for another structure."""
+    """The leaves of an observation, each with its description; EnvError, with `name` in it, for another structure."""
     space = env.observation_space
     try:
         return [*zip(env.observation_leaves, disassemble(space, observation), strict=True)]
@@ -163,7 +164,7 @@ def leaves_of(env: JaxEnv | TorchEnv | DeviceEnv | AdaptedEnv, observation: Any,
 
 
 def returned(answer: Any) -> str:
-    """What a function of an environment returned, for a message: of a tuple the number of its values."""
+    """Describe the result of an environment's function for a message: a tuple by the number of its values."""
     return f"{len(answer)} values" if type(answer) is tuple else form(answer)
 
 
@@ -180,19 +181,19 @@ def box(shape: tuple[int, ...], dtype: npt.DTypeLike, low: Any = None, high: Any
 
 
 def info_place(info: Mapping[str, Any], key: str) -> tuple[Mapping[str, Any], str]:
-    """The dict that holds (or lacks) an info key, and its name in it: dots lead into dicts, unless a key has them."""
+    """The dict that should hold an info, and its key there: dots lead into dicts, unless the whole key exists."""
     outer, _, inner = key.partition(".")
     if key not in info and inner and isinstance(info.get(outer), Mapping):
         return info_place(info[outer], inner)
     return info, key
 
 
-def info_names(info: Mapping[Any, Any], before: str = "") -> list[str]:
-    """The names of all infos, with dots between those of dicts, without Gymnasium's marks."""
+def info_names(info: Mapping[Any, Any], prefix: str = "") -> list[str]:
+    """The names of all infos, dotted for nested dicts, without Gymnasium's masks (``_name``)."""
     names: list[str] = []
     for name in sorted(name for name in map(str, info) if not name.startswith("_")):
-        part = info.get(name)
-        names += info_names(part, f"{before}{name}.") if isinstance(part, Mapping) else [before + name]
+        value = info.get(name)
+        names += info_names(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [prefix + name]
     return names
 
 
@@ -202,7 +203,7 @@ class EnvBase:
     observation_space: Space
     action_space: Space
     num_envs: int | None = None
-    truncates: bool = False  # whether every episode ends after some number of steps, without a limit of the loop's
+    truncates: bool = False  # whether the environment itself ends every episode after some number of steps
 
     def __init__(self, num_envs: int | None = None) -> None:
         check_num_envs(num_envs)
@@ -236,7 +237,7 @@ class AdaptedEnv:
     observation_leaves: tuple[Leaf, ...]
     backend: Backend
     truncates: bool = False  # whether every episode ends after some number of steps
-    between: Any = field(default=None, compare=False)  # what `funcollect.envs.around` has put around it
+    between: Any = field(default=None, compare=False)  # the changes that `funcollect.envs.around` makes to its steps
 
     @property
     def action_space(self) -> Space:
@@ -255,10 +256,10 @@ class AdaptedEnv:
 
 
 def import_extra(module: str, package: str, extra: str | None) -> Any:
-    """Import `module`, which may draw random numbers as EnvPool does, or say how to install `package`, by an extra."""
+    """Import `module` without changing random generators (EnvPool draws); ImportError says how to install it."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):  # some print as they start
+        with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):  # some print
             return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != module.partition(".")[0]:
@@ -278,11 +279,11 @@ def is_torchrl(env: Any) -> bool:
 
 
 def is_of(library: str, env: Any) -> bool:
-    """Whether a class of the environment is one of a library's, such as ``"envpool"``, of any interface."""
+    """Whether the environment's class or one of its bases comes from a library, such as ``"envpool"``."""
     return any(base.__module__.partition(".")[0] == library for base in type(env).__mro__)
 
 
-# By adapter, as ``from_<suite>`` names it: the package of its classes, and members by which their like is known.
+# By the name in ``from_<suite>``: the package of the suite's classes, and members that identify similar classes.
 SUITES: dict[str, tuple[str, tuple[str, ...]]] = {
     "playground": ("mujoco_playground", ("reset", "step", "action_size", "unwrapped")),
     "brax": ("brax", ("reset", "step", "action_size")),
@@ -298,21 +299,22 @@ SUITES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def suite_of(env: Any) -> str | None:
-    """The name in `SUITES` of an instance of a suite's classes; None for any other object."""
+    """The name in `SUITES` of the suite that an instance comes from; None for any other object."""
     if isinstance(env, (type, gymnasium.Env, VectorEnv)):
         return None
     if isinstance(env, FuncEnv):
         return "functional"
-    return next((suite for suite, (package, _) in [*SUITES.items()][:-1] if is_of(package, env)), None)
+    packages = [(suite, package) for suite, (package, _) in SUITES.items() if suite != "functional"]
+    return next((suite for suite, package in packages if is_of(package, env)), None)
 
 
 def adapter_of(env: object) -> str:
-    """The fix for an object that `make_env` refuses: the adapter that takes its like, judged by its members."""
-    members = {*dir(env)}  # without a look at properties, which may compute
+    """The fix in the error for an object that `make_env` refuses: an adapter that its members suggest."""
+    members = {*dir(env)}  # `hasattr` would evaluate properties
     if {"num_envs", "single_observation_space", "single_action_space", "reset", "step"} <= members:
         return "its members are those of a vector environment over tensors: pass it to from_torch_vector_env"
-    like = (suite for suite, (_, names) in SUITES.items() if members.issuperset(names) and not is_of("dm_env", env))
-    if suite := suite_of(env) or next(like, None):
+    similar = (name for name, (_, needed) in SUITES.items() if members.issuperset(needed) and not is_of("dm_env", env))
+    if suite := suite_of(env) or next(similar, None):
         return f"pass it alone to funcollect.envs.from_{suite}, which takes its like, with num_envs= for several lanes"
     return "pass one of these, or two pure functions of JAX to funcollect.envs.from_functions"
 
@@ -328,7 +330,7 @@ def refuse_foreign(env: Any) -> None:
 
 
 def has_time_limit(env: Any) -> bool:
-    """Whether an environment or a vector of Gymnasium's truncates episodes, or declares it by ``truncates = True``."""
+    """Whether a Gymnasium environment or `VectorEnv` truncates episodes, or declares it by ``truncates = True``."""
     if getattr(getattr(env, "spec", None), "max_episode_steps", None):
         return True
     while isinstance(env, gymnasium.Wrapper):
@@ -339,7 +341,7 @@ def has_time_limit(env: Any) -> bool:
 
 
 def running_statistics(env: Any) -> tuple[str, ...]:
-    """The names of the wrappers of `env`, or of its first lane, that normalise by statistics updated over episodes."""
+    """The names of wrappers, of `env` or its first lane, that normalise by statistics updated over episodes."""
 
     def updates(part: Any) -> bool:
         if any(type(value).__name__ == "RunningMeanStd" for value in _attributes(part)):
@@ -361,28 +363,28 @@ def ends_with_lives(part: Any) -> bool:
 
 
 def _parts(env: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield `env`, its wrappers, transforms and the parts of its first lane, which is built if it lives elsewhere."""
+    """Yield `env`, its wrappers and transforms, and those of its first lane, built here if it lives in a process."""
     if id(env) in seen:
         return
     seen.add(id(env))
     yield env
-    own: Mapping[str, Any] = vars(env) if isinstance(env, torch.nn.Module) else {}  # as TorchRL's environments are
+    members: Mapping[str, Any] = vars(env) if isinstance(env, torch.nn.Module) else {}  # as TorchRL's environments are
     if isinstance(env, VectorEnv):
-        own = {name: getattr(env, name, None) for name in ("envs", "env_fns")}
+        members = {name: getattr(env, name, None) for name in ("envs", "env_fns")}
     envs = [part for part in _attributes(env) if hasattr(type(part), "step") and hasattr(type(part), "reset")]
-    for part in [*envs, *own.get("_modules", {}).values()]:
+    for part in [*envs, *members.get("_modules", {}).values()]:
         yield from _parts(part, seen)
-    if lanes := own.get("envs") or own.get("_envs"):
+    if lanes := members.get("envs") or members.get("_envs"):
         yield from _parts(lanes[0], seen)
-    elif factories := own.get("env_fns") or own.get("create_env_fn"):
+    elif factories := members.get("env_fns") or members.get("create_env_fn"):
         lane = factories[0]()
         yield from _parts(lane, seen)
         lane.close()
 
 
 def _attributes(part: Any) -> list[Any]:
-    """The values of an instance's attributes, and those in dicts among them."""
-    found = gc.get_referents(part)  # `vars` would make CPython keep them in a dict, which slows down each later read
-    for _ in range(2):
-        found += [value for each in found if type(each) is dict for value in each.values()]
-    return found
+    """The values of an instance's attributes, and the values in dicts among them."""
+    values = gc.get_referents(part)  # `vars` would make CPython keep them in a dict, which slows down each later read
+    for _ in range(2):  # the instance's own dict, if it has one, and the dicts in it
+        values += [inner for value in values if type(value) is dict for inner in value.values()]
+    return values

@@ -1,4 +1,4 @@
-"""EnvPool's environments, whose lanes are all stepped in one call of C++."""
+"""EnvPool's environments, which step all lanes in one call of C++."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing_extensions import override
 from funcollect.arguments import check_keys, check_not_given, check_num_envs, check_positive
 from funcollect.envs.base import box, import_extra, info_place
 from funcollect.envs.host.host_env import ONWARD, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
-from funcollect.envs.plain_spaces import each_part
+from funcollect.envs.plain_spaces import map_parts
 from funcollect.errors import EnvError
 from funcollect.protocols import Outcome
 from funcollect.specs import ActionSpec, Space, observation_leaves
 
-Index = npt.NDArray[np.int32]  # of lanes
+Index = npt.NDArray[np.int32]  # lanes, [k]
 
 _OURS = {
     "seed": "pass it to funcollect.init, or to a collector",
@@ -68,8 +68,8 @@ def from_envpool(
         raise TypeError(f"task_id is {type(task_id).__name__}, expected its name: make_env('envpool/CartPole-v1')")
     check_keys("info_keys", info_keys, "x_position")
     check_num_envs(num_envs)
-    given = {"num_threads": num_threads, "max_carry": max_carry}
-    for name, value in (given if batch_size is None else given | {"batch_size": batch_size}).items():
+    counts = {"num_threads": num_threads, "max_carry": max_carry}
+    for name, value in (counts if batch_size is None else counts | {"batch_size": batch_size}).items():
         check_positive(name, value)
     if (num_envs or 1) % (batch_size or 1):
         raise ValueError(f"batch_size is {batch_size}, expected a divisor of num_envs={num_envs or 1}: pass one")
@@ -78,12 +78,12 @@ def from_envpool(
     config = kwargs | {"num_envs": num_envs or 1, "num_threads": num_threads, "batch_size": batch_size or num_envs or 1}
     spec = _spec_of(envpool, task_id, config, info_keys)
     with warnings.catch_warnings(action="ignore"):  # Gymnasium warns about the bounds of EnvPool's boxes
-        space, action_spec = each_part(_widened, spec.observation_space), ActionSpec(spec.action_space, one_hot)
+        space, action_spec = map_parts(_widened, spec.observation_space), ActionSpec(spec.action_space, one_hot)
 
     def build(seeds: Sequence[int]) -> Any:
         pool = envpool.make_gymnasium(task_id, seed=[seed & (2**31 - 1) for seed in seeds], **config)  # it takes int32
         with warnings.catch_warnings(action="ignore"):
-            _ = pool.observation_space  # EnvPool makes it on first use, with a warning: here, not at the first step
+            _ = pool.observation_space  # EnvPool makes it on first use, with a warning
         return pool
 
     lives = getattr(spec.config, "episodic_life", False)
@@ -126,7 +126,7 @@ def _spec_of(envpool: Any, task_id: str, config: dict[str, Any], info_keys: Sequ
 
 
 def _widened(space: Space) -> Space:
-    """The space with infinite bounds for unbounded numbers, to which EnvPool gives C++'s least and largest float."""
+    """The space with infinite bounds where EnvPool has C++'s least and largest float for unbounded numbers."""
     if not isinstance(space, spaces.Box) or space.dtype is None or space.dtype.kind != "f":
         return space
     limits = np.finfo(space.dtype)
@@ -136,15 +136,15 @@ def _widened(space: Space) -> Space:
 
 
 class EnvPoolLanes(SimulatorsBase):
-    """The lanes of a pool in synchronous mode, which returns results in the order of the indices that it is sent.
+    """The lanes of a pool in synchronous mode, which returns results in the order of the indices that it gets.
 
-    A reset by index begins another game. The step after an episode's end, whose action is ignored, takes twice as long
-    and goes on with the game if only a life was lost: with `lives`, it resets lanes that are done.
+    A reset by index begins another game. With `lives`, lanes that are done are reset by a step instead: it ignores the
+    action, takes twice as long, and goes on with the game if only a life was lost.
     """
 
     def __init__(self, build: Callable[[Sequence[int]], Any], lives: bool, env: SimulatedEnv) -> None:
-        self._lives, self._build = lives, build  # the latter makes a pool from one seed for each lane
-        self._pool: Any = None  # the first reset builds it
+        self._lives, self._build = lives, build
+        self._pool: Any = None  # the first reset builds it, from one seed for each lane
         self._decode = batch_decoder(env.action_spec)
         self._info_keys = env.info_keys
         self._num_envs = env.num_envs or 1
@@ -157,22 +157,22 @@ class EnvPoolLanes(SimulatorsBase):
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
         if not lanes:
             return
-        given = [seed for seed in seeds if seed is not None]
+        new_seeds = [seed for seed in seeds if seed is not None]
         try:
-            if given:  # all lanes get seeds together, in a new pool
+            if new_seeds:  # all lanes get seeds together, in a new pool
                 self.close()
-                self._pool = self._build(given)
+                self._pool = self._build(new_seeds)
                 self._ended[:] = False
             index = np.array(lanes, np.int32)
             ended, self._ended[index] = self._ended[index], False
             begun = self._begin(index[ended], index[~ended])
         except Exception as error:
             raise EnvError(f"lanes {list(lanes)}: EnvPool's reset raised {error!r}: {ONWARD}") from error
-        for some, observation in begun:
-            self._rows.write_batch(observation, some)
+        for some_lanes, observation in begun:
+            self._rows.write_batch(observation, some_lanes)
 
     def _begin(self, lives: Index, games: Index) -> list[tuple[Index, Any]]:
-        """Go on with another life, or begin another game, in these lanes; return them with their observations."""
+        """Go on with the next life, or begin another game, in these lanes; return them with their observations."""
         begun = [(lives, self._pool.step(self._no_action[lives], lives)[0])] if lives.size else []
         return [*begun, (games, self._pool.reset(games)[0])] if games.size else begun
 
@@ -224,17 +224,17 @@ class AsynchronousLanes(EnvPoolLanes):
             self._pool._reset(games)
         self._begins[lives] = self._begins[games] = True
         self.busy.update(lives.tolist(), games.tolist())
-        return []  # whose observations come with later answers
+        return []  # the observations come with later answers
 
     def _answer(self) -> tuple[Index, Any]:
-        """Wait for the pool; return the lanes whose steps have been made, and for these reward, flags and infos."""
+        """Wait for the pool; return the lanes that were stepped, not reset, and their reward, flags and infos."""
         observation, *outcome, info = self._pool.recv()
         lanes = info["env_id"]
         self._rows.write_batch(observation, lanes)
         self.busy.difference_update(lanes.tolist())
-        made, self._begins[lanes] = ~self._begins[lanes], False
-        infos = [holder[name][made] for holder, name in (info_place(info, key) for key in self._info_keys)]
-        return lanes[made], (*(each[made] for each in outcome), infos)
+        stepped, self._begins[lanes] = ~self._begins[lanes], False
+        infos = [holder[name][stepped] for holder, name in (info_place(info, key) for key in self._info_keys)]
+        return lanes[stepped], (*(values[stepped] for values in outcome), infos)
 
     def send_some(self, lanes: Sequence[int], action: Any, /) -> None:
         """Let the pool step these lanes."""

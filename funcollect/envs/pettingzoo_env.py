@@ -1,4 +1,4 @@
-"""PettingZoo's environments of several agents, whose lanes are simulators like Gymnasium's."""
+"""PettingZoo's environments of several agents, wrapped as Gymnasium's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.specs import PLAYER, Group, Space, TurnSpec
 
 _PACKAGES = {"mpe": "mpe2"}  # of families that have moved
-_ENDS = ("all", "any")
 
 
 def from_pettingzoo(
@@ -64,7 +63,7 @@ def from_pettingzoo(
     >>> {name: group.names for name, group in env.groups.items()}
     {'adversary': ('adversary_0', 'adversary_1', 'adversary_2'), 'agent': ('agent_0',)}
     """
-    check_choice("done", done, _ENDS)
+    check_choice("done", done, ("all", "any"))
     check_flags(state=state)
     check_keys("info_keys", info_keys, "x")
     for name, value in {"groups": groups, "env_kwargs": env_kwargs}.items():
@@ -73,24 +72,25 @@ def from_pettingzoo(
     build = partial(_built, env, dict(env_kwargs or {}))
     first = build()
     label = f"pettingzoo/{env}" if isinstance(env, str) else str(first)
-    own = {name: (first.observation_space(name), first.action_space(name)) for name in first.possible_agents}
+    spaces_of = {name: (first.observation_space(name), first.action_space(name)) for name in first.possible_agents}
     first.close()
-    if hasattr(type(first), "last"):  # of the class of those in turns
+    if hasattr(type(first), "last"):  # a method of environments in turns
         if groups is not None or state:
             raise ValueError(f"{label} is in turns, which take neither groups nor state: leave them out")
         keys = [f"{agents.TURNS}.{key}" for key in (REWARD, *info_keys)]
-        make: Any = partial(TurnLane, build, agents.turn_space(own), done == "any", tuple(info_keys))
+        make: Any = partial(TurnLane, build, agents.turn_space(spaces_of), done == "any", tuple(info_keys))
         made = from_gymnasium(make, num_envs=num_envs, info_keys=keys, **kwargs)
         spec = made.action_spec
-        return replace(made, label=label, action_spec=TurnSpec(spec.space, spec.one_hot, tuple(own)))
-    found = agents.grouped(own, groups, comes_and_goes=True)
+        return replace(made, label=label, action_spec=TurnSpec(spec.space, spec.one_hot, tuple(spaces_of)))
+    found = agents.grouped(spaces_of, groups, comes_and_goes=True)
     keys = [f"{name}.{key}" for name in found for key in (REWARD, *info_keys)]
     make = partial(Lane, build, found, done == "any", state, tuple(info_keys))
     made = from_gymnasium(make, num_envs=num_envs, info_keys=keys, **kwargs)
-    return replace(made, label=label, action_spec=agents.action_spec(found, [*own]))
+    return replace(made, label=label, action_spec=agents.action_spec(found, [*spaces_of]))
 
 
 def _built(env: Any, kwargs: dict[str, Any]) -> Any:
+    """Make one of PettingZoo's environments by a function or an id; ValueError for an unknown id."""
     if not isinstance(env, str):
         return env(**kwargs)
     family, _, name = env.partition("/")
@@ -119,17 +119,18 @@ class _Around(gymnasium.Env[Any, Any]):
         return self._observed(begun and begun[0]), {}
 
     def _observed(self, observation: Any = None) -> dict[str, Any]:
+        """The lane's observation, from those by agent or, in turns, from that of the agent that moves."""
         raise NotImplementedError
 
     def _ends(self, terminations: Mapping[str, bool], truncations: Mapping[str, bool]) -> tuple[bool, bool]:
-        """Note who has left; return whether the lane terminates, and whether it is truncated."""
+        """Record which agents have left; return whether the lane terminates, and whether it is truncated."""
         if self.inner.agents and not any(terminations.values()) and not any(truncations.values()):
             return False, False
-        left = [[flags.get(each, False) for each in self._names] for flags in (terminations, truncations)]
+        left = [[flags.get(name, False) for name in self._names] for flags in (terminations, truncations)]
         self._over = self._over | np.array(left, bool)
-        how: Any = np.any if self._any_ends else np.all
-        ended = bool(how(self._over.any(0))) or not (self._any_ends or self.inner.agents)
-        terminates = ended and bool(how(self._over[0]))
+        enough: Any = np.any if self._any_ends else np.all
+        ended = bool(enough(self._over.any(0))) or not (self._any_ends or self.inner.agents)
+        terminates = ended and bool(enough(self._over[0]))
         return terminates, ended and not terminates
 
     @override
@@ -147,38 +148,38 @@ class Lane(_Around):
     def __init__(
         self, build: Callable[[], Any], groups: Mapping[str, Group], any_ends: bool, state: bool, keys: Sequence[str]
     ) -> None:
-        super().__init__(build(), [each for group in groups.values() for each in group.names], any_ends, keys)
+        super().__init__(build(), [name for group in groups.values() for name in group.names], any_ends, keys)
         self._groups, self._state = groups, state
         self.observation_space = agents.observation_space(groups, self.inner.state_space if state else None)
         self.action_space = agents.action_space(groups)
 
     @override
     def _observed(self, observation: Any = None) -> dict[str, Any]:
-        self._present, first, whole = set(self.inner.agents), 0, {}
+        self._present, first, nodes = set(self.inner.agents), 0, {}
         for name, group in self._groups.items():
-            rows = agents.stacked(group.observation_space, [observation.get(each) for each in group.names])
-            mask = np.array([each in self._present for each in group.names])
+            rows = agents.stacked(group.observation_space, [observation.get(agent) for agent in group.names])
+            mask = np.array([agent in self._present for agent in group.names])
             terminated, truncated = self._over[:, first : first + group.n, None]
-            whole[name] = {"observation": rows, "terminated": terminated, "truncated": truncated, PRESENT: mask}
+            nodes[name] = {"observation": rows, "terminated": terminated, "truncated": truncated, PRESENT: mask}
             first += group.n
-        return whole | ({STATE: self.inner.state()} if self._state else {})
+        return nodes | ({STATE: self.inner.state()} if self._state else {})
 
     @override
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        own = agents.by_agent(self._groups, action)
-        actions = {each: row for each, row in own.items() if each in self._present}
+        rows = agents.by_agent(self._groups, action)
+        actions = {agent: row for agent, row in rows.items() if agent in self._present}
         observation, reward, terminated, truncated, info = self.inner.step(actions)
         infos: dict[str, Any] = {}
         for name, group in self._groups.items():
-            infos[name] = {REWARD: np.array([reward.get(each, 0.0) for each in group.names], np.float32)}
+            infos[name] = {REWARD: np.array([reward.get(agent, 0.0) for agent in group.names], np.float32)}
             for key in self._keys:
-                infos[name][key] = np.array([info.get(each, {}).get(key, 0) for each in group.names])
+                infos[name][key] = np.array([info.get(agent, {}).get(key, 0) for agent in group.names])
         ends = self._ends(terminated, truncated)
         return self._observed(observation), sum(reward.values()), *ends, infos
 
 
 class TurnLane(_Around):
-    """An environment in turns as one of Gymnasium's: it observes what the agent whose turn it is does."""
+    """An environment in turns as one of Gymnasium's: the observation is that of the agent whose turn it is."""
 
     def __init__(self, build: Callable[[], Any], space: Space, any_ends: bool, keys: Sequence[str]) -> None:
         super().__init__(inner := build(), inner.possible_agents, any_ends, keys)
@@ -187,18 +188,18 @@ class TurnLane(_Around):
     @override
     def _observed(self, observation: Any = None) -> dict[str, Any]:
         mover = self.inner.agent_selection
-        seen = self.inner.observe(mover)
-        seen = dict(seen) if isinstance(seen, Mapping) else {"observation": seen}
-        return seen | {PLAYER: np.int64(self._names.index(mover))}
+        observation = self.inner.observe(mover)
+        observation = dict(observation) if isinstance(observation, Mapping) else {"observation": observation}
+        return observation | {PLAYER: np.int64(self._names.index(mover))}
 
     @override
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         inner, names = self.inner, self._names
         inner.step(action)
-        infos = {key: np.array([inner.infos.get(each, {}).get(key, 0) for each in names]) for key in self._keys}
-        infos[REWARD] = reward = np.array([inner.rewards.get(each, 0.0) for each in names], np.float32)
+        infos = {key: np.array([inner.infos.get(agent, {}).get(key, 0) for agent in names]) for key in self._keys}
+        infos[REWARD] = reward = np.array([inner.rewards.get(agent, 0.0) for agent in names], np.float32)
         ends = self._ends(inner.terminations, inner.truncations)
         over: Any = self._over.any(0)
         while not any(ends) and over[names.index(inner.agent_selection)]:
-            inner.step(None)  # by which an agent that is out leaves
+            inner.step(None)  # removes an agent that has ended
         return self._observed(), float(reward.sum()), *ends, {agents.TURNS: infos}

@@ -1,4 +1,4 @@
-"""Spaces of plain arrays for an environment's own: without some keys, texts as bytes, Tuple and Dict actions joined."""
+"""Reduce an environment's spaces to plain arrays: drop keys, encode texts, and join Tuple and Dict actions."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _CHOICES = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
 class TextBox(spaces.Box):
-    """The space of a text: its bytes in UTF-8, and zeros after them: [length] uint8."""
+    """The space of a text, [length] uint8: its bytes in UTF-8, padded with zeros."""
 
     def __init__(self, length: int) -> None:
         super().__init__(0, 255, (length,), np.uint8)
 
 
 def plain_observations(space: Space, drop: Sequence[str], text: int | None) -> Space:
-    """The space without the keys `drop`, and with `TextBox` of `text` bytes for Text; ValueError if it has neither."""
+    """The space without the keys `drop`, and with a `TextBox` of `text` bytes for each Text; ValueError without any."""
     check_keys("drop", drop, "mission")
     for key in drop:
         space = _without(space, key)
     if text is None:
         return space
     check_positive("text", text, 256)
-    encoded = each_part(lambda part: TextBox(text) if isinstance(part, spaces.Text) else part, space)
+    encoded = map_parts(lambda part: TextBox(text) if isinstance(part, spaces.Text) else part, space)
     if encoded == space:
         raise ValueError(f"text={text} was given, but the observation space {space} has no Text: leave it out")
     return encoded
 
 
 def _without(space: Space, key: str) -> Space:
-    """The space without a key; dots lead into Dicts, unless a key has them."""
+    """The space without a key; dots lead into Dicts, unless the whole key exists."""
     parts, (outer, _, inner) = dict(space.spaces) if isinstance(space, spaces.Dict) else {}, key.partition(".")
     if key in parts:
         del parts[key]
@@ -49,18 +49,18 @@ def _without(space: Space, key: str) -> Space:
     return spaces.Dict(parts)
 
 
-def each_part(change: Callable[[Space], Space], space: Space) -> Space:
-    """The space in which each part of a Dict or a Tuple, or else the space itself, is changed."""
+def map_parts(change: Callable[[Space], Space], space: Space) -> Space:
+    """Apply `change` to every space in a Dict or a Tuple, nested ones too, or else to the space itself."""
     match space:
         case spaces.Dict():
-            return spaces.Dict({name: each_part(change, child) for name, child in space.spaces.items()})
+            return spaces.Dict({name: map_parts(change, child) for name, child in space.spaces.items()})
         case spaces.Tuple():
-            return spaces.Tuple([each_part(change, child) for child in space.spaces])
+            return spaces.Tuple([map_parts(change, child) for child in space.spaces])
     return change(space)
 
 
 def plain_actions(space: Space) -> Space:
-    """The space of one array for a Tuple or a Dict of actions, as `from_gymnasium` says; any other space as it is."""
+    """The space of the array that replaces a Tuple or Dict action (see `from_gymnasium`); other spaces unchanged."""
     if not isinstance(space, STRUCTURED):
         return space
     parts = disassemble(space, space)
@@ -81,7 +81,7 @@ def plain_actions(space: Space) -> Space:
 
 
 def in_structure(space: Space, parts: Iterator[Any]) -> Any:
-    """An action in the form of its space, a Tuple or a Dict, from its parts in order."""
+    """Assemble an action with the structure of its space, a Tuple or a Dict, from its parts in order."""
     match space:
         case spaces.Dict():
             return {name: in_structure(child, parts) for name, child in space.spaces.items()}
@@ -91,32 +91,32 @@ def in_structure(space: Space, parts: Iterator[Any]) -> Any:
 
 
 def _into_parts(space: Space, decode: Callable[[Any], Any], cast: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
-    """A function from actions of `plain_actions` [k, n], which `decode` reads first, to each part's [k, *shape]."""
-    found = disassemble(space, space)
-    ends = np.cumsum([int(np.prod(part.shape, dtype=int)) for part in found]).tolist()
-    places = [*zip(found, [0, *ends], ends, strict=False)]
+    """A function that decodes actions of `plain_actions` [k, n], and splits them into the parts, each [k, *shape]."""
+    parts = disassemble(space, space)
+    ends = np.cumsum([int(np.prod(part.shape, dtype=int)) for part in parts]).tolist()
+    columns = [*zip(parts, [0, *ends], ends, strict=False)]  # each part, its first column, and the end
 
-    def parts(action: Any) -> list[Any]:
+    def split(action: Any) -> list[Any]:
         flat = decode(action)
-        return [cast(flat[:, i:j].reshape((len(flat), *part.shape)), part.dtype) for part, i, j in places]
+        return [cast(flat[:, i:j].reshape((len(flat), *part.shape)), part.dtype) for part, i, j in columns]
 
-    return parts
+    return split
 
 
 def batch_structure(
     space: Space, decode: Callable[[Any], Any], cast: Callable[[Any, Any], Any] = np.ndarray.astype
 ) -> Callable[[Any], Any]:
-    """A function from flat actions [k, n] to what a vector environment takes: the space's structure of [k, *shape]."""
-    parts = _into_parts(space, decode, cast)
-    return lambda action: in_structure(space, iter(parts(action)))
+    """A function from flat actions [k, n] to the space's structure of [k, *shape], as vector environments take them."""
+    split = _into_parts(space, decode, cast)
+    return lambda action: in_structure(space, iter(split(action)))
 
 
 def lane_structures(space: Space, decode: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
     """A function from flat actions [k, n] to k actions in the structure of their space."""
-    parts = _into_parts(space, decode, np.ndarray.astype)
+    split = _into_parts(space, decode, np.ndarray.astype)
 
-    def split(action: Any) -> list[Any]:
-        columns = ([*map(np.asarray, part)] if part.dtype.kind == "f" else part for part in parts(action))
+    def by_lane(action: Any) -> list[Any]:
+        columns = ([*map(np.asarray, part)] if part.dtype.kind == "f" else part for part in split(action))
         return [in_structure(space, iter(row)) for row in zip(*columns, strict=True)]  # numbers of a Box are arrays
 
-    return split
+    return by_lane

@@ -52,8 +52,8 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     >>> make_env("torch/Pendulum-v1", num_envs=4)
     Pendulum(num_envs=4)
     """
-    if beside := {name: kwargs.pop(name) for name in KEYWORDS if name in kwargs}:
-        return around(make_env(env, **kwargs), **beside)
+    if changes := {name: kwargs.pop(name) for name in KEYWORDS if name in kwargs}:
+        return around(make_env(env, **kwargs), **changes)
     if base.is_torchrl(env):  # first, since a ParallelEnv asks its processes for attributes that the checks below read
         return envs.from_torchrl(env, **kwargs)
     if base.is_of("envpool", env):
@@ -67,23 +67,23 @@ def make_env(env: Any, **kwargs: Any) -> Env:
         return env
     namespace, _, name = env.partition("/") if isinstance(env, str) and "/" in env else ("", "", "")
     if namespace in _NAMESPACES:
-        few = "it takes num_envs, device and max_episode_steps"
-        which = few if namespace == "torch" else f"see funcollect.envs.from_{namespace}"
-        made = partial(_NAMESPACES[namespace], name)
-        return made(**kwargs) if namespace == "envpool" else limited(made, kwargs, f"'{env}'", f"leave it out; {which}")
+        keywords = "it takes num_envs, device and max_episode_steps"
+        known = keywords if namespace == "torch" else f"see funcollect.envs.from_{namespace}"
+        make = partial(_NAMESPACES[namespace], name)
+        return make(**kwargs) if namespace == "envpool" else limited(make, kwargs, f"'{env}'", f"leave it out; {known}")
     pair = isinstance(env, tuple) and len(env) == 2 and not {"reset_env", "initial", "reset"} & {*dir(env[1])}
-    given = env if pair and base.suite_of(env[0]) in _IN_PAIRS else (env,)
-    if suite := base.suite_of(given[0]):
-        adapter: Callable[..., Env] = partial(getattr(envs, f"from_{suite}"), *given)
+    instance, *params = env if pair and base.suite_of(env[0]) in _IN_PAIRS else (env,)
+    if suite := base.suite_of(instance):
+        adapter: Callable[..., Env] = partial(getattr(envs, f"from_{suite}"), instance, *params)
         mend = f"leave it out; see funcollect.envs.from_{suite}"
-        return limited(adapter, kwargs, type(given[0]).__name__, mend)  # type: ignore[no-any-return]
+        return limited(adapter, kwargs, type(instance).__name__, mend)  # type: ignore[no-any-return]
     if callable(env) and not isinstance(env, gymnasium.Env):
         return _from_callable(env, kwargs)
     return envs.from_gymnasium(env, **kwargs)
 
 
 def limited(make: Callable[..., Any], kwargs: dict[str, Any], name: str, mend: str) -> Any:
-    """What `make` returns, with the limit if it takes none; TypeError, with the fix `mend`, for an unknown keyword."""
+    """Call `make`, and set a time limit if it takes none; TypeError, with the fix `mend`, for an unknown keyword."""
     factory, kwargs = base.with_time_limit(make, kwargs, by_name=True)
     try:
         return factory(**kwargs)
@@ -100,7 +100,7 @@ def _torch_env(name: str, **kwargs: Any) -> Env:
     return TORCH_ENVS[name](**kwargs)
 
 
-_IN_PAIRS = ("craftax", "functional", "gymnax", "xminigrid")  # with their parameters
+_IN_PAIRS = ("craftax", "functional", "gymnax", "xminigrid")  # suites that take pairs (env, params)
 _SUITES = {*base.SUITES, "ale", "envpool", "pettingzoo", "vmas"} - {"functional"}  # which has no ids
 _NAMESPACES: dict[str, Callable[..., Env]] = {name: getattr(envs, f"from_{name}") for name in _SUITES}
 _NAMESPACES["torch"] = _torch_env
@@ -109,24 +109,24 @@ _ADAPTER_ARGUMENTS = {*signature(envs.from_gymnasium).parameters, *REMOVED} - {"
 
 
 def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
-    """Adapt what a factory returns, which the first `init` uses; keywords that the adapter lacks are the factory's."""
+    """Adapt a factory, whose environment made here serves the first `init`; it gets the keywords no adapter takes."""
     if isinstance(factory, type) and issubclass(factory, base.EnvBase):
         return make_env(limited(factory, kwargs, factory.__name__, "leave it out, or take it in its __init__"))
     factory, kwargs = base.with_time_limit(factory, kwargs)
-    given = {name: value for name, value in kwargs.items() if name in _ADAPTER_ARGUMENTS}
-    own = {name: value for name, value in kwargs.items() if name not in given}
-    made = base.built(factory, own)
+    options = {name: value for name, value in kwargs.items() if name in _ADAPTER_ARGUMENTS}
+    arguments = {name: value for name, value in kwargs.items() if name not in options}
+    made = base.built(factory, arguments)
     if base.is_torchrl(made) or isinstance(made, gymnasium.Env):
         adapter = envs.from_torchrl if base.is_torchrl(made) else envs.from_gymnasium
         if kwargs.get("parallel") or kwargs.get("num_workers"):
             with contextlib.suppress(RuntimeError):  # TorchRL's cannot be closed before their first reset
                 made.close()
             return adapter(factory, **kwargs)
-        return adapter(partial(base.first_then_new, [made], partial(factory, **own)), **given)
+        return adapter(partial(base.first_then_new, [made], partial(factory, **arguments)), **options)
     base.refuse_foreign(made)
     if not isinstance(made, (Env, str, EnvSpec, VectorEnv, Sequence)) and base.suite_of(made) is None:
         known = "an Env, a gymnasium.Env or anything else that make_env takes: return the environment"
         raise TypeError(f"the environment's factory returned {type(made).__name__}, expected {known}")
     if isinstance(made, VectorEnv):
-        return envs.from_gymnasium(Made(made, partial(factory, **own)), **given)
-    return make_env(made, **given)
+        return envs.from_gymnasium(Made(made, partial(factory, **arguments)), **options)
+    return make_env(made, **options)

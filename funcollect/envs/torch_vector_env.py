@@ -20,7 +20,7 @@ from torch import Tensor
 
 from funcollect.arguments import check_choice, check_keys, checked_device
 from funcollect.envs import base
-from funcollect.envs.base import AdaptedEnv, first_then_new, info_names, info_place, leaves_of
+from funcollect.envs.base import FINAL, AdaptedEnv, first_then_new, info_names, info_place, leaves_of
 from funcollect.envs.plain_spaces import batch_structure, plain_actions
 from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
@@ -28,7 +28,6 @@ from funcollect.protocols import DeviceSimulators, Transition
 from funcollect.specs import ActionSpec, Space, assemble, observation_leaves, torch_dtype
 from funcollect.tree import Path
 
-_FINAL = ("final_obs", "final_observation")  # in the infos: Gymnasium's name, and its older one
 _RESETS = ("reset_mask", "env_ids", "env_idx")
 _NEEDED = ("num_envs", "single_observation_space", "single_action_space")
 
@@ -45,8 +44,9 @@ def from_torch_vector_env(
     """An environment over simulators that hold all lanes as tensors, such as Isaac Lab's, ManiSkill's and mjlab's.
 
     They have Gymnasium's vector interface over tensors: `num_envs`, `single_observation_space`, `single_action_space`,
-    ``reset(seed=)`` and ``step(action)``. Tensors stay on their device. The simulators get one seed, at the beginning.
-    States can be used once, and neither forked nor saved in mid-episode.
+    ``reset(seed=)`` and ``step(action)``. Tensors stay on their device. Actions of Tuple and Dict spaces are joined, as
+    in `from_gymnasium`. The simulators get one seed, at the beginning. States can be used once, and neither forked nor
+    saved in mid-episode.
 
     Args:
         env: the environment, or a function that builds one. What is built already can serve one state: evaluations, and
@@ -65,8 +65,6 @@ def from_torch_vector_env(
             by ``reset(options={"env_idx": …})``. ``"reset_mask"``, the default for ``"DISABLED"``: a mask bool [P] by
             ``reset(options={"reset_mask": …})``. Of a mask on an accelerator nothing is read, so it may be empty there;
             for indices, each step waits for the device.
-
-    Actions of Tuple and Dict spaces are joined, as in `from_gymnasium`.
 
     Raises TypeError or ValueError for an environment without these members, or that resets its lanes in another way.
 
@@ -94,12 +92,12 @@ def from_torch_vector_env(
     if not given and not callable(env):
         raise TypeError(f"env is {type(env).__name__}, expected a vector environment, or a function: pass one")
     made = env if given else env()
-    label, unused = type(made).__name__, [made]
+    label, unused = type(made).__name__, [made]  # until a state uses it
     with contextlib.ExitStack() as on_failure:
         if not given:
             on_failure.callback(_close_unused, unused)
-        lanes, space, action_space = facts = [_member(made, name) for name in _NEEDED]
-        if missing := [name for name, fact in zip(_NEEDED, facts, strict=True) if fact is None]:
+        lanes, space, action_space = found = [_member(made, name) for name in _NEEDED]
+        if missing := [name for name, member in zip(_NEEDED, found, strict=True) if member is None]:
             raise TypeError(f"{label} lacks {missing}, expected Gymnasium's vector interface: wrap it so")
         mode, partial_reset = _resets_of(made, label, autoreset_mode, partial_reset)
         space, action_space = map(_of_gymnasium, (space, action_space))
@@ -127,9 +125,9 @@ def from_torch_vector_env(
 
 
 def _resets_of(env: Any, label: str, mode: str | None, way: str | None) -> tuple[str, str | None]:
-    """The mode by which simulators begin episodes, and how some lanes are reset, None for no way; ValueError if wrong.
+    """The autoreset mode, and the way to reset some lanes, None if there is none; ValueError for wrong arguments.
 
-    ManiSkill's say SAME_STEP even if they reset nothing, and mjlab's configuration says what the metadata do not.
+    ManiSkill declares SAME_STEP even if it resets nothing; mjlab declares the mode in its configuration only.
     """
     if way is not None:
         check_choice("partial_reset", way, _RESETS)
@@ -150,31 +148,30 @@ def _resets_of(env: Any, label: str, mode: str | None, way: str | None) -> tuple
         of_maniskill = base.is_of("mani_skill", getattr(env, "unwrapped", env))
         way = "env_ids" if takes_ids else "env_idx" if of_maniskill else None
     if mode == "NEXT_STEP" and way is None:
-        raise ValueError(
-            f"{label} resets lanes by NEXT_STEP, in a step of all others, expected SAME_STEP, DISABLED, or a way to "
-            f"reset some lanes before: build it so, or pass partial_reset=, one of {_RESETS}, that its reset takes"
-        )
+        what = f"{label} resets lanes by NEXT_STEP, in a step of all others, expected SAME_STEP, DISABLED, or a way to"
+        mend = f"build it so, or pass partial_reset=, one of {_RESETS}, that its reset takes"
+        raise ValueError(f"{what} reset some lanes before: {mend}")
     return mode, way or ("reset_mask" if mode == "DISABLED" else None)
 
 
 def _behind(env: Any) -> Any:
-    """The environment to which the `reset` of all wrappers around it only passes on."""
+    """The environment under wrappers whose `reset` only passes its arguments on."""
     while isinstance(env, gymnasium.Wrapper) and type(env).reset in (gymnasium.Wrapper.reset, OrderEnforcing.reset):
         env = env.env
     return env
 
 
 def _of_gymnasium(space: Any) -> Any:
-    """The space of Gymnasium's for one of mjlab's own classes; any other as it is."""
+    """Gymnasium's space for one of mjlab's own classes; any other space is unchanged."""
     if isinstance(space, gymnasium.Space) or not base.is_of("mjlab", space):
         return space
     if hasattr(space, "spaces"):
-        return spaces.Dict({name: _of_gymnasium(each) for name, each in space.spaces.items()})
+        return spaces.Dict({name: _of_gymnasium(child) for name, child in space.spaces.items()})
     return base.box(space.shape, space.dtype, getattr(space, "low", None), getattr(space, "high", None))
 
 
 def _close_unused(unused: list[Any]) -> None:
-    """Close what was made for the facts about it and is used by no state; a copy of the environment makes others."""
+    """Close the simulators that were made to read their spaces, unless a state has taken them from the list."""
     while unused:
         _close(unused.pop())
 
@@ -189,8 +186,9 @@ def _only_once() -> Any:
 
 
 def _member(env: Any, name: str) -> Any:
-    own = getattr(env, name, None)
-    return getattr(getattr(env, "unwrapped", env), name, None) if own is None else own
+    """An attribute of the environment or, if that is None or missing, of the unwrapped one; else None."""
+    value = getattr(env, name, None)
+    return getattr(getattr(env, "unwrapped", env), name, None) if value is None else value
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -198,7 +196,7 @@ class DeviceVectorEnv(AdaptedEnv):
     """The environment that `from_torch_vector_env` returns."""
 
     info_keys: tuple[str, ...]
-    own_actions: Space  # of the simulators: see `plain_spaces`
+    own_actions: Space  # the simulators' action space, before `plain_spaces` changed it
     device: torch.device
     same_step: bool  # whether the simulators begin an episode in the step in which another ends
     partial_reset: str | None  # see `from_torch_vector_env`; None if only all lanes can be reset
@@ -206,7 +204,7 @@ class DeviceVectorEnv(AdaptedEnv):
     backend: Literal["device"] = "device"
     seeding: Literal["run"] = "run"
     forking: Literal["none"] = "none"
-    opener: Callable[[Any], DeviceSimulators] | None = None  # of what lies around the simulators
+    opener: Callable[[Any], DeviceSimulators] | None = None  # makes changed simulators (`funcollect.envs.around`)
 
     @property
     def resets_lanes(self) -> bool:
@@ -214,7 +212,7 @@ class DeviceVectorEnv(AdaptedEnv):
         return self.partial_reset is not None
 
     def open(self) -> DeviceSimulators:
-        """Make live simulators, which are not reset yet."""
+        """Make live simulators, without a reset."""
         return (self.opener or VectorSimulators)(self)
 
 
@@ -225,15 +223,15 @@ class VectorSimulators:
         self._env = env
         self._simulators = env.build()
         self._lanes = env.num_envs or 1
-        spec, own = env.action_spec, env.own_actions
+        spec, space = env.action_spec, env.own_actions
         decode: Callable[[Any], Any] | None = partial(spec.from_one_hot, numpy=torch) if spec.one_hot else None
-        if own is not spec.space:
+        if space is not spec.space:
             cast = lambda part, dtype: part.to(torch_dtype(np.dtype(dtype)))  # noqa: E731
-            decode = batch_structure(own, decode or (lambda action: action), cast)
+            decode = batch_structure(space, decode or (lambda action: action), cast)
         self._decode = decode  # None if the simulators take the actions as they are
-        self._kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}  # of the infos, once they have come
-        # Whether episodes have ended without a last observation, and whether others have begun that should not have;
-        # tensors, so that the host need not wait.
+        self._kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}  # of the infos that have come so far
+        # Whether an episode ended without its last observation, and whether one began too early; tensors, so that the
+        # host need not wait.
         self.lacking = self.untimely = torch.zeros((), dtype=torch.bool, device=env.device)
         self._latest: dict[Path, Tensor] = {}  # the observations [P, ...] for the next step
 
@@ -244,7 +242,7 @@ class VectorSimulators:
         return assemble(self._env.observation_space, self._latest)
 
     def restart(self, lanes: Tensor) -> Any:
-        """Begin an episode in the lanes of a mask bool [P]; return the observations, the latest ones in the others."""
+        """Begin an episode in the lanes of a mask bool [P]; return the current observations [P, ...] of all lanes."""
         way, simulators = self._env.partial_reset, self._simulators
         chosen = lanes if way == "reset_mask" else lanes.nonzero()[:, 0]
         if not len(chosen) or (chosen is lanes and lanes.is_cpu and not bool(lanes.any())):
@@ -258,6 +256,7 @@ class VectorSimulators:
         return assemble(self._env.observation_space, self._latest)
 
     def _begun(self, answer: Any) -> dict[Path, Tensor]:
+        """The checked leaves of the observation that a reset returned."""
         return self._observed("observation", self._parts("reset", answer, "observation, info")[0])
 
     def step(self, action: Tensor) -> tuple[Transition, Any]:
@@ -277,8 +276,8 @@ class VectorSimulators:
             last = {path: _chosen(done, final[path], value) for path, value in last.items()}
         elif final is not None:
             for path, value in last.items():
-                same = torch.isclose(final[path], value, rtol=0, atol=0, equal_nan=True)
-                changed = ~same.reshape(self._lanes, -1).all(-1)
+                equal = torch.isclose(final[path], value, rtol=0, atol=0, equal_nan=True)
+                changed = ~equal.reshape(self._lanes, -1).all(-1)
                 self.untimely = self.untimely | (done & changed).any()
         moved = Transition(None, assemble(space, last), reward, terminated, truncated, self._infos(done, info))
         if self._env.same_step:
@@ -288,22 +287,22 @@ class VectorSimulators:
         return kept, self.restart(done)
 
     def _final(self, done: Tensor, info: Mapping[str, Any]) -> dict[Path, Tensor] | None:
-        """The last observations [P, ...] in the infos, whose rows in the lanes `done` count; None if there are none."""
-        if (key := next((key for key in _FINAL if key in info), None)) is None:
+        """The last observations [P, ...] in the infos, valid in the lanes `done`; None if there are none."""
+        if (key := next((key for key in FINAL if key in info), None)) is None:
             self.lacking = self.lacking | done.any()
             return None
-        if isinstance(reported := info.get(f"_{key}"), Tensor):  # in which lanes, as Gymnasium says it
+        if isinstance(reported := info.get(f"_{key}"), Tensor):  # Gymnasium's mask of lanes
             self.lacking = self.lacking | (done & ~reported).any()
         return self._observed("final observation", info[key])
 
     def _parts(self, call: str, answer: Any, names: str) -> Any:
-        """The parts of what a call returned; EnvError for another number of them."""
+        """Check that a call returned a tuple of as many values as there are `names`, and return it; else EnvError."""
         if not isinstance(answer, tuple) or len(answer) != names.count(",") + 1:
             raise EnvError(f"{call} of {self._env} returned {shown(answer)}, expected ({names}): return these")
         return answer
 
     def _observed(self, name: str, observation: Any) -> dict[Path, Tensor]:
-        """The leaves of an observation, checked, floating ones as float32."""
+        """The checked leaves of an observation; floating ones are cast to float32."""
         leaves = {}
         for leaf, value in leaves_of(self._env, observation, f"the {name} of {self._env}"):
             tensor = value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -312,25 +311,26 @@ class VectorSimulators:
         return leaves
 
     def _infos(self, done: Tensor, info: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The infos to record, as they were before lanes were reset; each is always of the same kind."""
+        """The infos to record, from before the resets of lanes; EnvError if one's shape or dtype changes."""
         if not self._env.info_keys:
             return {}
         final = self._mapping("final_info", info.get("final_info"))
-        places = {name: [info_place(each, name) for each in (final, info)] for name in self._env.info_keys}
-        if missing := [name for name, each in places.items() if not any(last in holder for holder, last in each)]:
+        places = {name: [info_place(infos, name) for infos in (final, info)] for name in self._env.info_keys}
+        if missing := [name for name, pairs in places.items() if not any(key in holder for holder, key in pairs)]:
             what = f"the infos of {self._env} are {info_names(info)}"
             raise EnvError(f"{what}, expected {missing} among them: correct info_keys")
         infos = {}
-        for name, found in places.items():
-            parts = [holder[last] for holder, last in found if last in holder]
-            for part in parts:
-                shape, dtype = self._kinds.get(name, ((self._lanes, *getattr(part, "shape", ())[1:]), None))
-                self._check(f"info {name!r}", part, shape, dtype)
-                self._kinds[name] = part.shape, part.dtype
-            infos[name] = _chosen(done, *parts) if len(parts) == 2 else parts[0]
+        for name, pairs in places.items():
+            values = [holder[key] for holder, key in pairs if key in holder]  # the final one, the current one, or both
+            for value in values:
+                shape, dtype = self._kinds.get(name, ((self._lanes, *getattr(value, "shape", ())[1:]), None))
+                self._check(f"info {name!r}", value, shape, dtype)
+                self._kinds[name] = value.shape, value.dtype
+            infos[name] = _chosen(done, *values) if len(values) == 2 else values[0]
         return infos
 
     def _mapping(self, name: str, value: Any) -> Mapping[str, Any]:
+        """The dict, or an empty one for None; EnvError for anything else."""
         if value is not None and not isinstance(value, Mapping):
             raise EnvError(f"the {name} of {self._env} is {type(value).__name__}, expected a dict: return that")
         return value or {}
@@ -347,7 +347,7 @@ class VectorSimulators:
         if self._env.same_step and bool(self.lacking):
             raise EnvError(
                 f"{self._env} resets its lanes and does not report the last observations of their episodes, expected "
-                f"them in the infos as {_FINAL[0]!r}, since the value of a truncated state depends on them: let it add "
+                f"them in the infos as {FINAL[0]!r}, since the value of a truncated state depends on them: let it add "
                 "them (Isaac Lab: compute_final_obs=True in its configuration), or reset nothing (mjlab and ManiSkill: "
                 "auto_reset=False, others: autoreset_mode='DISABLED', if it takes a partial reset)"
             )
@@ -361,5 +361,5 @@ class VectorSimulators:
 
 
 def _chosen(done: Tensor, final: Tensor, after: Tensor) -> Tensor:
-    """The last values of the lanes that are done [P], and the current ones of the others."""
+    """The rows of `final` in the lanes of a mask [P], and those of `after` in the others."""
     return torch.where(done.view(-1, *[1] * (after.ndim - 1)), final, after)

@@ -67,11 +67,11 @@ def from_torchrl(
     HostEnv('SerialEnv', num_envs=2)
     """
     refuse_removed(kwargs)
-    if given := sorted(kwargs.keys() & {"info_keys", "one_hot", "replayable"}):
-        what = f"{', '.join(given)} cannot be given for an environment of TorchRL's, which has its own"
+    if refused := sorted(kwargs.keys() & {"info_keys", "one_hot", "replayable"}):
+        what = f"{', '.join(refused)} cannot be given for an environment of TorchRL's, which has its own"
         raise TypeError(f"{what}: build it that way")
     check_num_envs(num_envs)
-    apart = num_envs is not None or parallel or bool(num_workers)  # separate lanes
+    apart = num_envs is not None or parallel or bool(num_workers)  # each lane is an environment of its own
     if is_torchrl(env) and (apart or kwargs):
         names = [*kwargs, *(["num_envs, or workers,"] if apart else [])]
         raise TypeError(f"{', '.join(names)} cannot be given with an environment that is built: pass a factory")
@@ -84,7 +84,7 @@ def from_torchrl(
         what = f"{type(first).__name__}, which is a batch of {first.batch_size[0]} already"
         raise ValueError(f"num_envs, or workers, were given with {what}: pass a factory of a single environment")
     layout = layout_of(first)
-    with torch_generator(generator_state(0)):  # this builds a lane if they live in other processes
+    with torch_generator(generator_state(0)):  # this may build the first lane
         statistics, limited, lives = running_statistics(first), truncates(first), has_game_of_lives(first)
     if lives:
         what = f"{type(first).__name__} restarts its Atari game at each lost life (terminal_on_life_loss=True)"
@@ -108,14 +108,14 @@ def from_torchrl(
         forking="none",
         truncates=limited,
         running_statistics=statistics,
-        primers=layout.primers,  # of `TensorDictPrimer`s around it; a policy carries its state itself
+        primers=layout.primers,
         workers=workers,
         open_group=(lambda _, __: partial(SeparateLanes, made)) if workers else None,
     )
 
 
 def _make(env: Any, kwargs: dict[str, Any]) -> Any:
-    """A new environment from the factory `env`; InUseError for an instance."""
+    """Make an environment by the factory `env`; InUseError for an instance, TypeError for anything else."""
     if is_torchrl(env):
         what = f"this {type(env).__name__} backs a state, or did until that was closed, and cannot be rebuilt"
         raise InUseError(f"{what}: pass a factory instead of an instance")
@@ -132,14 +132,14 @@ _NOTHING = contextlib.nullcontext()
 
 
 def _no_grad() -> contextlib.AbstractContextManager[Any]:
-    """A context without gradients, which costs nothing if they are disabled already, as in a Torch policy's loop."""
+    """A context without gradients, which is free if they are disabled already, as in a Torch policy's loop."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 class TorchRLLanes(SimulatorsBase):
-    """An environment of TorchRL's: a step gets the root, where transforms keep values, unless that is bare."""
+    """An environment of TorchRL's. A step gets the last root, in which transforms keep values, unless it is `bare`."""
 
-    apply: Callable[..., list[Any]]  # calls a function with the environment; only if that is a single one
+    apply: Callable[..., list[Any]]  # calls a function with the environment; missing if that is a batch
 
     def __init__(self, env: Any, layout: TorchRLLayout, adapted: SimulatedEnv) -> None:
         self._env, self._layout, self._first_lane = env, layout, adapted.first_lane
@@ -154,12 +154,12 @@ class TorchRLLanes(SimulatorsBase):
         self._generator = generator_state(0)
         self._broken_off = False  # whether the last call of the environment raised, so its processes may be unusable
         self._root: TensorDictBase | None = None  # the input of the next step, without the action
-        self._restarted = [False] * self._num_envs  # whether a lane's next episode has begun in _root already
+        self._restarted = [False] * self._num_envs  # [P]: the lane's next episode has begun in `_root` already
         rows = Rows(adapted)
         self._reads = [(leaf_rows, key_of(leaf_rows.leaf.path)) for leaf_rows in rows.leaves]
         self.observation = rows.arrays
         if not self._batched:
-            self.apply = lambda lanes, *call: [call_of(self._first_lane, call[0], env, call[1]) for _ in lanes]
+            self.apply = lambda lanes, function, args: [call_of(self._first_lane, function, env, args) for _ in lanes]
 
     @override
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
@@ -179,7 +179,7 @@ class TorchRLLanes(SimulatorsBase):
         self._write(root, lanes)
 
     def _reset_root(self, lanes: Sequence[int], seed: int | None) -> Any:
-        """The root after a reset of those of the `lanes` that the last step has not restarted; a seed resets all."""
+        """Reset those of the `lanes` that the last step has not restarted, or all with a seed; return the root."""
         if seed is not None:
             self._root = None
             self._generator = generator_state(seed)
@@ -191,15 +191,15 @@ class TorchRLLanes(SimulatorsBase):
                 return self._env.reset()
             if not missing:
                 return self._root
-            over = torch.zeros(self._num_envs, 1, dtype=torch.bool)
-            over[missing] = True
+            done = torch.zeros(self._num_envs, 1, dtype=torch.bool)
+            done[missing] = True
             for key in self._env.done_keys:
-                held = self._root.get(key)  # of agents, there are several
-                self._root.set(key, over.view(-1, *[1] * (held.ndim - 1)).expand_as(held).to(held.device, copy=True))
+                flags = self._root.get(key)  # [P, 1], or more dimensions for agents
+                self._root.set(key, done.view(-1, *[1] * (flags.ndim - 1)).expand_as(flags).to(flags.device, copy=True))
             return self._env.maybe_reset(self._root)
 
     def _failed(self, what: str, error: Exception) -> EnvError:
-        """The EnvError for a call that raised; drops the root, so the next reset resets the whole environment."""
+        """The EnvError for a call that raised; drops the root, so that the next reset resets the whole environment."""
         self._root = None
         self._restarted = [False] * self._num_envs
         return EnvError(f"{type(self._env).__name__}: {what} raised {error!r}: {ONWARD}")
@@ -215,24 +215,24 @@ class TorchRLLanes(SimulatorsBase):
         self._broken_off = False
         infos: Any = ()
         if self._groups:
-            own = [after.get(key).reshape(self._num_envs, -1) for key in self._layout.reward_keys]
-            reward, infos = torch.cat(own, -1).sum(-1).tolist(), [each.numpy(force=True)[list(lanes)] for each in own]
+            rewards = [after.get(key).reshape(self._num_envs, -1) for key in self._layout.reward_keys]  # [P, n] each
+            reward, infos = torch.cat(rewards, -1).sum(-1).tolist(), [r.numpy(force=True)[list(lanes)] for r in rewards]
         else:
             reward = _column(after, self._layout.reward_keys[0])
         columns: Any = (reward, *self._flags(after))
         self._write(after, lanes)
         if len(lanes) < self._num_envs:
-            columns = tuple([each[lane] for lane in lanes] for each in columns)
+            columns = tuple([column[lane] for lane in lanes] for column in columns)
         return *columns, infos
 
     def _step_all(self, lanes: Sequence[int], action: Any) -> TensorDictBase:
-        """Step these lanes and return TorchRL's ``next``; unless the layout is bare, done lanes restart in the root."""
+        """Step these lanes, and return TorchRL's ``next``; unless the layout is bare, the root restarts done lanes."""
         tensor = action if isinstance(action, Tensor) else torch.tensor(np.asarray(action))
         tensor = of_everyone(tensor, lanes, self._num_envs) if len(lanes) < self._num_envs else tensor
-        own, place = tensor if self._batched else tensor[0], self._env.device
+        tensor, place = tensor if self._batched else tensor[0], self._env.device
         named = {
-            path: (own if part is None else part(own)).to(place or tensor.device, dtype, copy=True)
-            for path, part, dtype in self._actions
+            path: (tensor if select is None else select(tensor)).to(place or tensor.device, dtype, copy=True)
+            for path, select, dtype in self._actions
         }
         if self._layout.bare or self._root is None:  # the actions are all that such a step reads
             alone = to_tensordict(named, ()) if place is None else TensorDict(nest(named), (), device=place)
@@ -278,6 +278,7 @@ class TorchRLLanes(SimulatorsBase):
 
 
 def _column(source: TensorDictBase, key: Any) -> Any:
+    """The values of all lanes under a key, as a list."""
     return source.get(key).reshape(-1).tolist()
 
 
@@ -292,10 +293,10 @@ class SeparateLanes(SimulatorsBase):
             memory = {path: array[lane : lane + 1] for path, array in self.observation.items()}
             made, here = make(), replace(env, num_envs=None, first_lane=env.first_lane + lane, memory=memory)
             layout = layout_of(made)
-            own, wanted = (layout.observation_space, layout.action.space), (env.observation_space, env.action_space)
-            if own != wanted:
+            found, wanted = (layout.observation_space, layout.action.space), (env.observation_space, env.action_space)
+            if found != wanted:
                 mend = "use equal spaces in one batch"
-                raise ValueError(f"lane {here.first_lane} has the spaces {own}, lane 0 has {wanted}: {mend}")
+                raise ValueError(f"lane {here.first_lane} has the spaces {found}, lane 0 has {wanted}: {mend}")
             self._lanes.append(TorchRLLanes(made, layout, here))
 
     def _call(self, lane: int, name: str, argument: Any) -> Any:
@@ -312,8 +313,8 @@ class SeparateLanes(SimulatorsBase):
     @override
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
         outcomes = [self._call(lane, "step", action[row : row + 1]) for row, lane in enumerate(lanes)]
-        reward, terminated, truncated = ([each[column][0] for each in outcomes] for column in range(3))
-        infos = [[own[0] for own in each] for each in zip(*(each[3] for each in outcomes), strict=True)]
+        reward, terminated, truncated = ([outcome[column][0] for outcome in outcomes] for column in range(3))
+        infos = [[rows[0] for rows in info] for info in zip(*(outcome[3] for outcome in outcomes), strict=True)]
         return reward, terminated, truncated, infos
 
     def apply(self, lanes: Sequence[int], function: Callable[..., Any], args: tuple[Any, ...], /) -> list[Any]:
@@ -327,12 +328,12 @@ class SeparateLanes(SimulatorsBase):
 
 
 def _processes_of(env: Any) -> set[BaseProcess]:
-    """The processes of a `ParallelEnv`, which forwards `getattr` to them, under transforms; else empty."""
+    """The processes of a `ParallelEnv`, under any transforms. It would forward `getattr` to them, hence `vars`."""
     return {process for module in env.modules() for process in vars(module).get("_workers", ())}
 
 
 def _end_processes(env: Any) -> None:
-    """Kill the processes, which may be busy, hung or gone; the next call of `env` starts new ones."""
+    """Kill the processes of a `ParallelEnv`, which may be busy, hung or gone; its next call starts new ones."""
     for module in env.modules():
         if "_workers" not in vars(module):
             continue

@@ -28,13 +28,13 @@ class TorchRLLayout:
 
     observation_space: Space  # without the keys of `primers`
     action: ActionSpec
-    actions: dict[NestedKey, torch.dtype]  # the keys of actions, one for each group, and as the environment reads them
-    reward_keys: tuple[NestedKey, ...]  # those of groups if there are several
+    actions: dict[NestedKey, torch.dtype]  # the key of the action, or of each group's, and its dtype in `env`
+    reward_keys: tuple[NestedKey, ...]  # one, or one for each group
     writes_truncated: bool
-    primers: dict[Path, Tensor]  # initial recurrent states of a policy, which transforms of the environment declare
+    primers: dict[Path, Tensor]  # initial recurrent states of a policy, which `TensorDictPrimer`s declare
     bare: bool  # whether a step reads nothing but the action
-    # Whether `_step` can be called instead of `step`: TorchRL's own adapters of Gymnasium write the whole result there,
-    # and a quarter of the time of their `step` goes into checking it again. Implies `bare`.
+    # Whether `_step` can be called instead of `step`, which implies `bare`. TorchRL's own adapters of Gymnasium write
+    # the whole result in `_step`, and `step` spends a quarter of its time on checking it again.
     raw: bool
 
 
@@ -51,9 +51,8 @@ def layout_of(env: Any) -> TorchRLLayout:
         what = f"the environment has the done keys {done_keys}, expected {sorted(_FLAGS)} at the root"
         raise ValueError(f"{what}: flags of agents have to be aggregated in a transform")
     if groups:
-        action: ActionSpec = agents.action_spec(
-            groups, sorted(name for group in groups.values() for name in group.names)
-        )
+        names = sorted(name for group in groups.values() for name in group.names)
+        action: ActionSpec = agents.action_spec(groups, names)
     else:
         _only("actions", env.action_keys, "join them in one, or write a transform that splits one")
         reward_key = _only("rewards", env.reward_keys, "add them up in a transform")
@@ -63,11 +62,8 @@ def layout_of(env: Any) -> TorchRLLayout:
             raise ValueError(f"{what}: add the parts up in a transform")
         action = action_spec(env.full_action_spec_unbatched[env.action_keys[0]])
     space, primers = _observation_space(env, groups)
-    bare = (
-        not (env.batch_size or groups)
-        and not hasattr(type(env), "transform")
-        and not list(env.state_spec.keys(True, True))
-    )
+    single = not (env.batch_size or groups)
+    bare = single and not hasattr(type(env), "transform") and not list(env.state_spec.keys(True, True))
     return TorchRLLayout(
         observation_space=space,
         action=action,
@@ -81,7 +77,7 @@ def layout_of(env: Any) -> TorchRLLayout:
 
 
 def groups_of(env: Any) -> dict[str, Group]:
-    """The groups of agents of an `EnvBase` with actions and rewards of agents; none if it has one of each.
+    """The groups of agents of an `EnvBase`; empty if it has one action and one reward, those of a single agent.
 
     ValueError for groups whose agents have different spaces, or one-hot actions.
     """
@@ -93,17 +89,18 @@ def groups_of(env: Any) -> dict[str, Group]:
         return {}
     groups, known = {}, vars(_without_transforms(env)[0]).get("group_map") or {}
     for name, _ in keys:
-        own, node = actions[name, "action"], env.full_observation_spec_unbatched.get(name, {})
-        seen = node.get("observation", None)
-        if seen is None or {*env.reward_keys} != {(each, "reward") for each, _ in keys}:
+        action, node = actions[name, "action"], env.full_observation_spec_unbatched.get(name, {})
+        observed = node.get("observation", None)
+        if observed is None or {*env.reward_keys} != {(group, "reward") for group, _ in keys}:
             what = f"the group {name!r} lacks an observation or a reward, expected {name}.observation and {name}.reward"
             raise ValueError(f"{what}: rename them in a transform")
-        spaces_of = [(observation_space(seen[at]), action_spec(own[at])) for at in range(own.shape[0])]
-        if any(each != spaces_of[0] for each in spaces_of) or spaces_of[0][1].one_hot:
-            what = f"the agents of the group {name!r} have the spaces {spaces_of}, expected equal ones, not one-hot"
+        of_agents = [(observation_space(observed[i]), action_spec(action[i])) for i in range(action.shape[0])]
+        (space, spec), *others = of_agents
+        if any(other != (space, spec) for other in others) or spec.one_hot:
+            what = f"the agents of the group {name!r} have the spaces {of_agents}, expected equal ones, not one-hot"
             raise ValueError(f"{what}: pass group_map= that parts them, and categorical_actions=True")
-        names = known.get(name) or [f"{name}_{at}" for at in range(own.shape[0])]
-        groups[name] = Group(tuple(names), spaces_of[0][0], spaces_of[0][1].space)
+        names = known.get(name) or [f"{name}_{i}" for i in range(action.shape[0])]
+        groups[name] = Group(tuple(names), space, spec.space)
     return groups
 
 
@@ -112,7 +109,7 @@ def truncates(env: Any) -> bool:
     from torchrl.envs import GymLikeEnv, ParallelEnv, SerialEnv, StepCounter
 
     env, transforms = _without_transforms(env)
-    if any(isinstance(each, StepCounter) and each.max_steps is not None for _, each in transforms):
+    if any(isinstance(transform, StepCounter) and transform.max_steps is not None for _, transform in transforms):
         return True
     if isinstance(env, (SerialEnv, ParallelEnv)):
         first, *others = env.create_env_fn
@@ -127,17 +124,19 @@ def truncates(env: Any) -> bool:
 
 
 def _without_transforms(env: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    """The environment under all transforms, and these, from the outermost on, each after the environment it is in."""
+    """The environment under all transforms, and pairs (transformed environment, transform), outermost first."""
     from torchrl.envs import Compose
 
     found: list[tuple[Any, Any]] = []
     while hasattr(type(env), "transform"):
-        found += [(env, each) for each in (env.transform if isinstance(env.transform, Compose) else [env.transform])]
+        inner = env.transform if isinstance(env.transform, Compose) else [env.transform]
+        found += [(env, transform) for transform in inner]
         env = env.base_env
     return env, found
 
 
 def _only(what: str, keys: Iterable[NestedKey], mend: str) -> NestedKey:
+    """The single key; ValueError if there is none or several."""
     names = list(keys)
     if len(names) != 1:
         raise ValueError(f"the environment has the {what} {names}, expected exactly one: {mend}")
@@ -145,7 +144,7 @@ def _only(what: str, keys: Iterable[NestedKey], mend: str) -> NestedKey:
 
 
 def _observation_space(env: Any, groups: Mapping[str, Group]) -> tuple[Space, dict[Path, Tensor]]:
-    """The space of an observation with the flags of agents, and the initial recurrent states of a lane in primers."""
+    """The observation space, with the flags of agents, and the initial recurrent states of one lane from primers."""
     from tensordict import TensorDict
     from torchrl.envs import TensorDictPrimer
 
@@ -167,15 +166,14 @@ def _observation_space(env: Any, groups: Mapping[str, Group]) -> tuple[Space, di
 
 
 def observation_space(spec: Any, path: Path = (), without: Collection[Path] = ()) -> Space:
-    """The space of an observation's spec, all Boxes but for single choices, without the leaves at some paths."""
+    """The space of an observation's spec: Boxes, and Discrete for single choices; the paths `without` are left out."""
     from torchrl.data import Binary, Categorical, Composite, OneHot
 
     if isinstance(spec, Composite):
-        parts = {key: (child, (*path, key)) for key, child in spec.items() if (*path, key) not in without}
-        return spaces.Dict({key: observation_space(*part, without) for key, part in parts.items()})
+        children = {key: (child, (*path, key)) for key, child in spec.items() if (*path, key) not in without}
+        return spaces.Dict({key: observation_space(*child, without) for key, child in children.items()})
     name = ".".join(path)
-    dtype = _numpy_dtype(spec, name)
-    shape = tuple(spec.shape)
+    dtype, shape = _numpy_dtype(spec, name), tuple(spec.shape)
     if isinstance(spec, (Binary, OneHot)) or dtype.kind == "b":
         return box(shape, dtype, 0, 1)
     if isinstance(spec, Categorical):
@@ -185,7 +183,7 @@ def observation_space(spec: Any, path: Path = (), without: Collection[Path] = ()
 
 
 def action_spec(spec: Any) -> ActionSpec:
-    """The `ActionSpec` of an action's spec, in the environment's own encoding: one-hot if that is."""
+    """The `ActionSpec` of an action's spec, one-hot if that is."""
     from torchrl.data import Binary, Categorical, MultiOneHot, OneHot
 
     if isinstance(spec, OneHot):

@@ -78,16 +78,16 @@ class _Lanes:
             seen = inner.reset()
         self._limit, self._keys, self.num_envs, self.device = limit, keys, inner.num_envs, inner.device
         self._names = [agent.name for agent in inner.agents]
-        own = map(_action_space, inner.action_space)
-        pairs = {name: (_space_of(each), act) for name, each, act in zip(self._names, seen, own, strict=True)}
-        self.groups: dict[str, Group] = agents.grouped(pairs, groups, comes_and_goes=False)
+        pairs = zip(map(_space_of, seen), map(_action_space, inner.action_space), strict=True)
+        of_agents = dict(zip(self._names, pairs, strict=True))
+        self.groups: dict[str, Group] = agents.grouped(of_agents, groups, comes_and_goes=False)
         self.single_action_space = agents.action_space(self.groups)
-        rows = {name: batch_space(own.observation_space, own.n) for name, own in self.groups.items()}
-        self.single_observation_space = spaces.Dict({name: spaces.Dict(observation=own) for name, own in rows.items()})
+        rows = {name: batch_space(group.observation_space, group.n) for name, group in self.groups.items()}
+        self.single_observation_space = spaces.Dict({name: spaces.Dict(observation=row) for name, row in rows.items()})
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Draw from generators of its own in place of those that all environments of VMAS share."""
+        """Let VMAS draw from this simulator's own generator states, not from those that all its environments share."""
         before, self._shared[:] = self._shared[:], self._own
         try:
             yield
@@ -95,11 +95,11 @@ class _Lanes:
             self._own, self._shared[:] = self._shared[:], before
 
     def _by_group(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """Of values [P, ...] of each agent, or dicts of them, those of each group [P, n, ...]."""
+        """Stack values by agent, [P, ...] or dicts of these, by group: [P, n, ...]."""
         return agents.by_group(self.groups, dict(zip(self._names, rows, strict=True)), partial(torch.stack, dim=1))
 
     def _observed(self, seen: Sequence[Any]) -> dict[str, Any]:
-        return {name: {"observation": own} for name, own in self._by_group(seen).items()}
+        return {name: {"observation": rows} for name, rows in self._by_group(seen).items()}
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         inner = self._inner
@@ -112,26 +112,26 @@ class _Lanes:
 
     def step(self, action: Mapping[str, Tensor]) -> tuple[Any, ...]:
         inner = self._inner
-        own = agents.by_agent(self.groups, {name: rows.unbind(1) for name, rows in action.items()})
+        actions = agents.by_agent(self.groups, {name: rows.unbind(1) for name, rows in action.items()})
         with self._drawing():
-            seen, rewards, terminated, infos = inner.step([own[name].clone() for name in self._names])
-        late = terminated & False if self._limit is None else (inner.steps >= self._limit) & ~terminated
-        told = {name: {agents.REWARD: reward} for name, reward in self._by_group(rewards).items()}
+            seen, rewards, terminated, infos = inner.step([actions[name].clone() for name in self._names])
+        truncated = terminated & False if self._limit is None else (inner.steps >= self._limit) & ~terminated
+        by_group = {name: {agents.REWARD: reward} for name, reward in self._by_group(rewards).items()}
         for key in self._keys:
             for name, value in self._by_group([info[key] for info in infos]).items():
-                told[name][key] = value
-        return self._observed(seen), torch.stack(rewards).sum(0), terminated, late, told
+                by_group[name][key] = value
+        return self._observed(seen), torch.stack(rewards).sum(0), terminated, truncated, by_group
 
 
 def _space_of(seen: Any) -> Space:
     """The space of an agent's observations [P, ...]."""
     if isinstance(seen, Mapping):
-        return spaces.Dict({key: _space_of(each) for key, each in seen.items()})
+        return spaces.Dict({key: _space_of(rows) for key, rows in seen.items()})
     return box(tuple(seen.shape[1:]), np.float32)
 
 
-def _action_space(own: Any) -> Space:
-    """The space for one of the older Gym's."""
-    if hasattr(own, "nvec"):
-        return spaces.MultiDiscrete(own.nvec)
-    return spaces.Discrete(int(own.n)) if hasattr(own, "n") else spaces.Box(own.low, own.high, dtype=own.dtype.type)
+def _action_space(old: Any) -> Space:
+    """Gymnasium's space for one of the older Gym's."""
+    if hasattr(old, "nvec"):
+        return spaces.MultiDiscrete(old.nvec)
+    return spaces.Discrete(int(old.n)) if hasattr(old, "n") else spaces.Box(old.low, old.high, dtype=old.dtype.type)

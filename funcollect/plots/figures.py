@@ -1,4 +1,4 @@
-"""Pictures: episode statistics over a run, the parts of a frame's time, and single episodes from a batch."""
+"""Figures of episode statistics over a run, of the parts of a frame's time, and of single episodes in a batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def _axes(ax: Any, title: Any, label: Any, width: float, height: float) -> Axes:
-    """Check the arguments of a plot, and return the axes that the user gives, or those of a new figure for None."""
+    """Check the arguments of a plot, and return the user's axes, or those of a new figure for None."""
     check_kind("title", title, str, "pass for example 'CartPole-v1'")
     check_kind("label", label, str, "pass for example 'seed 0'")
     axes: Axes = new_figure(width, height).add_subplot() if ax is None else ax
@@ -50,7 +50,7 @@ def _axes(ax: Any, title: Any, label: Any, width: float, height: float) -> Axes:
 
 
 def saved(drawn: Figure | Axes, path: File) -> Figure:
-    """Save a figure, or that of axes, if `path` is given, in the format that its suffix names, and return it."""
+    """Save a figure, or the figure of axes, in the format of the path's suffix, unless `path` is None; return it."""
     figure = drawn.get_figure(root=True)
     assert figure is not None
     if path is not None:
@@ -59,7 +59,7 @@ def saved(drawn: Figure | Axes, path: File) -> Figure:
 
 
 def check_figure(path: FilePath) -> None:
-    """Raise ValueError for a suffix that names no format, OSError unless the folder exists; ImportError as above."""
+    """Raise ValueError for an unknown suffix, OSError for a missing folder, ImportError without Matplotlib."""
     if path.suffix.lower()[1:] not in new_figure(1, 1).canvas.get_supported_filetypes():
         raise ValueError(f"{path} has the suffix {path.suffix!r}, expected that of a picture, such as .png: change it")
     if not path.parent.is_dir():
@@ -111,31 +111,30 @@ def lengths(
 def _curves(
     name: str, quantity: str, stats: Stats, window: int, title: str, label: str, ax: Axes | None, path: File
 ) -> Figure:
-    """Draw this field of `stats`, [E] or [E, players], as points over frames, and the rolling mean as a line."""
+    """Draw the field `name` of `stats`, [E] or [E, players], as points over frames, and its rolling mean as a line."""
     check_positive("window", window, 100)
     for part in (parts := stats if isinstance(stats, Sequence) else [stats]):
         if not isinstance(part, EpisodeStats):
-            raise TypeError(
-                f"stats holds a {type(part).__name__}, expected EpisodeStats or a list: pass fc.episode_stats(batch)"
-            )
-    axes, whole = _axes(ax, title, label, 8, 4.5), EpisodeStats.concatenate(parts)
+            mend = "pass fc.episode_stats(batch)"
+            raise TypeError(f"stats holds a {type(part).__name__}, expected EpisodeStats or a list: {mend}")
+    axes, episodes = _axes(ax, title, label, 8, 4.5), EpisodeStats.concatenate(parts)
     if not (label or axes.lines):  # the number of one run's episodes would mislead beside others
-        title = f"{title}{': ' if title else ''}{len(whole):,} episode{'' if len(whole) == 1 else 's'}"
+        title = f"{title}{': ' if title else ''}{len(episodes):,} episode{'' if len(episodes) == 1 else 's'}"
     if title:
         axes.set_title(title)
     axes.set(xlabel="frames", ylabel=quantity)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-    frames, count = _frames(whole), len(whole)
-    last = np.append(frames[1:] != frames[:-1], True)[:count]  # of the episodes that ended together
-    values = getattr(whole, name).double().numpy().reshape(count, -1 if count else 1)
+    frames, count = _frames(episodes), len(episodes)
+    last = np.append(frames[1:] != frames[:-1], True)[:count]  # [E]: the last one of episodes that ended together
+    values = getattr(episodes, name).double().numpy().reshape(count, -1 if count else 1)
     for player, value in enumerate(values.T):
-        who = [*([label] if label else []), *([f"player {player}"] if values.shape[1] > 1 else [])]
-        # Not a running sum, which would stay infinite.
+        names = [*([label] if label else []), *([f"player {player}"] if values.shape[1] > 1 else [])]
+        # A running sum would stay infinite after an infinite return.
         sums = np.convolve(value, np.ones(min(window, count)))[:count] if count else value
         mean = sums / np.minimum(np.arange(1, count + 1), window)
         (points,) = axes.plot(frames, value, ".", markersize=5, alpha=0.5, markeredgewidth=0)
-        entry = ", ".join([*who, f"mean of the last {window:,}"])
+        entry = ", ".join([*names, f"mean of the last {window:,}"])
         axes.plot(frames[last], mean[last], color=points.get_color(), label=entry)
     axes.grid(visible=True, alpha=0.3)
     axes.legend(loc="best")
@@ -144,12 +143,12 @@ def _curves(
 
 def _frames(stats: EpisodeStats) -> npt.NDArray[Any]:
     """The number of frames of the whole run at the end of each episode: [E]."""
-    of_lane: Counter[int] = Counter()
+    by_lane: Counter[int] = Counter()
     frames = []
     for lane, length in zip(stats.lanes.tolist(), stats.lengths.tolist(), strict=True):
-        of_lane[lane] += length
-        frames.append(of_lane[lane])
-    return np.array(frames) * len({*of_lane, *(one.lane for one in stats.open_returns.values())})
+        by_lane[lane] += length
+        frames.append(by_lane[lane])
+    return np.array(frames) * len({*by_lane, *(unfinished.lane for unfinished in stats.open_returns.values())})
 
 
 _COLORS = dict(zip(PARTS, ("C0", "C1", "C0", "C2", "C4", "C5", "C3", "C8", "0.85"), strict=True))
@@ -176,7 +175,7 @@ def profile(profile: Profile, *, title: str = "", ax: Axes | None = None, path: 
         for part, value in timeline.parts.items():
             known = {handle.get_label() for handle in axes.containers}
             bar = axes.barh(row, value, left=left, label="" if part in known else part, color=_COLORS[part], **_BAR)
-            if value > 0.06 * whole:  # there is room for a number
+            if value > 0.06 * whole:  # wide enough for a number
                 axes.bar_label(bar, [f"{value / whole:.0%}"], label_type="center", fontsize="small")
             left += value
     limit = profile.limits[-1]
@@ -218,8 +217,8 @@ def episode(batch: TensorDictBase, traj_id: int | None = None, *, path: File = N
     leaves = {".".join(path): leaf for path, leaf in observations.items() if leaf.ndim <= 2}  # [T + 1, ...]
     leaves |= {"action": frames["action"], "reward": frames["next", "reward"]}  # [T, ...]
     figure = new_figure(8, 1.2 + 1.7 * len(leaves))
-    every = figure.subplots(len(leaves), sharex=True, squeeze=False)[:, 0]
-    for axes, (label, leaf) in zip(every, leaves.items(), strict=True):
+    panels = figure.subplots(len(leaves), sharex=True, squeeze=False)[:, 0]
+    for axes, (label, leaf) in zip(panels, leaves.items(), strict=True):
         values = leaf.detach().double().reshape(len(leaf), -1).numpy()
         steps = label in ("action", "reward") or not leaf.is_floating_point()
         axes.set_ylabel(label)
@@ -227,10 +226,10 @@ def episode(batch: TensorDictBase, traj_id: int | None = None, *, path: File = N
     after = frames["next"]
     ended = " and ".join(flag for flag in ("terminated", "truncated") if flag in after and after[flag][-1].any())
     total = "/".join(f"{value:.4g}" for value in after["reward"].double().sum(0).tolist())
-    every[0].set_title(f"trajectory {name}: {len(frames)} frames, return {total}, {ended or 'goes on'}")
-    every[-1].set(xlabel="step", xlim=(first, first + len(frames)))
-    every[-1].locator_params(axis="x", integer=True)
-    figure.align_ylabels(every)
+    panels[0].set_title(f"trajectory {name}: {len(frames)} frames, return {total}, {ended or 'goes on'}")
+    panels[-1].set(xlabel="step", xlim=(first, first + len(frames)))
+    panels[-1].locator_params(axis="x", integer=True)
+    figure.align_ylabels(panels)
     return saved(figure, path)
 
 
@@ -239,7 +238,7 @@ def _draw(figure: Figure, axes: Any, values: npt.NDArray[Any], first: int, *, st
     count, components = values.shape
     edges = np.arange(first, first + count + 1)
     if components > 10:
-        bound = float(np.quantile(np.abs(values), 0.99)) or 1.0  # with the maximum, outliers would leave the rest pale
+        bound = float(np.quantile(np.abs(values), 0.99)) or 1.0  # beside an outlier, the rest would be pale
         rows = np.arange(components + 1) - 0.5
         image = axes.pcolormesh(edges, rows, values.T, cmap="RdBu_r", vmin=-bound, vmax=bound, rasterized=True)
         figure.colorbar(image, ax=axes, pad=0.01, extend="both")
@@ -255,7 +254,7 @@ def _draw(figure: Figure, axes: Any, values: npt.NDArray[Any], first: int, *, st
     if (values == np.round(values)).all():
         axes.locator_params(axis="y", integer=True, nbins=5)
     axes.margins(y=0.1)
-    if (middle := float(values.min())) == values.max():  # a scale of its magnitude
+    if (middle := float(values.min())) == values.max():  # a constant needs a scale of its own magnitude
         axes.set_ylim(middle - max(1.0, abs(middle)), middle + max(1.0, abs(middle)))
     axes.grid(alpha=0.3)
 
@@ -265,18 +264,18 @@ class Trajectory(NamedTuple):
 
     traj_id: int
     frames: TensorDictBase  # [T]
-    observations: dict[Path, Tensor]  # each [T + 1, ...], the last observation of the trajectory included
+    observations: dict[Path, Tensor]  # each [T + 1, ...], with the observation after the last frame
     first_step: int  # the index of the first frame in its trajectory; 0 if the batch has no step counter
 
 
 def pick(batch: TensorDictBase, traj_id: int | None) -> Trajectory:
-    """Select one trajectory of a batch, which may be split; `episode` documents the arguments and errors."""
+    """Select a trajectory of a batch, split or not; `episode` documents the arguments and errors."""
     check_batch(batch)
     batch = next_observations(batch)
     ids, step = require(batch, TRAJECTORY_IDS, tail=()), batch.get(STEP, None)
-    mask, stays = batch.get(MASK, None), batch.get("done", None)
+    mask, finished = batch.get(MASK, None), batch.get("done", None)
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-    real = real if stays is None else real & ~stays[..., 0]  # neither padding nor a lane that stays finished
+    real = real if finished is None else real & ~finished[..., 0]  # neither padding nor a finished lane
     if not real.any():
         raise ValueError(f"the batch {list(batch.batch_size)} has no frames, expected one trajectory or more")
     present, place, counts = torch.unique(ids[real], return_inverse=True, return_counts=True)

@@ -1,4 +1,4 @@
-"""Pixels: strips and films of episodes in a batch, and `record`, which films a policy in an environment."""
+"""Pictures and films of pixel observations in a batch, and `record`, which films a policy in an environment."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def frames(
     check_positive("count", count, 8)
     trajectory = pick(batch, traj_id)
     leaf = _pictorial(trajectory, key)
-    shown = np.unique(np.linspace(0, len(leaf) - 1, min(count, len(leaf))).round().astype(int))
-    pictures = _rgb(leaf[torch.from_numpy(shown)])
-    inches, (height, width) = min(2.0, 12 / len(shown)), pictures.shape[1:3]
-    figure = new_figure(inches * len(shown), inches * height / width + 0.3)
-    every = figure.subplots(1, len(shown), squeeze=False)[0]
-    for axes, picture, index in zip(every, pictures, shown, strict=True):
+    indices = np.unique(np.linspace(0, len(leaf) - 1, min(count, len(leaf))).round().astype(int))
+    pictures = _rgb(leaf[torch.from_numpy(indices)])
+    inches, (height, width) = min(2.0, 12 / len(indices)), pictures.shape[1:3]
+    figure = new_figure(inches * len(indices), inches * height / width + 0.3)
+    panels = figure.subplots(1, len(indices), squeeze=False)[0]
+    for axes, picture, index in zip(panels, pictures, indices, strict=True):
         axes.imshow(picture, interpolation="nearest")
         axes.set_title(f"{'' if index else 'step '}{trajectory.first_step + index}", fontsize="small")
         axes.set_axis_off()
@@ -144,7 +144,7 @@ def video(
 def film(path: str | PathLike[str], fps: float, *, lossless: bool = False) -> Iterator[Add]:
     """Open a film, and yield the function that adds a picture. An error in the block leaves no file.
 
-    An MP4 may be `lossless`: every pixel is as it was, and its size too.
+    A `lossless` MP4 keeps every pixel, and an odd height or width too.
     """
     target = check_film(path, fps)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def film(path: str | PathLike[str], fps: float, *, lossless: bool = False) -> It
 
 
 def check_film(path: str | PathLike[str], fps: float | None) -> FilePath:
-    """The path of a film; ImportError without imageio, ValueError for an unknown suffix or a bad number of frames."""
+    """The path of a film; ImportError without imageio, ValueError for an unknown suffix or `fps` out of range."""
     check_kind("path", path, (str, PathLike), "pass for example 'episode.gif'")
     target = FilePath(path)
     if target.suffix.lower() not in (".gif", ".mp4"):
@@ -172,7 +172,7 @@ def check_film(path: str | PathLike[str], fps: float | None) -> FilePath:
 
 @contextmanager
 def unforked() -> Iterator[None]:
-    """Let imageio start ffmpeg otherwise than by `fork`, which JAX's threads may hang."""
+    """Keep imageio from forking this process to start ffmpeg, since JAX's threads may make a fork hang."""
     before = os.environ.get(_NO_FORK)
     os.environ[_NO_FORK] = "1"
     try:
@@ -183,7 +183,7 @@ def unforked() -> Iterator[None]:
 
 @contextmanager
 def _opened(path: FilePath, fps: float, lossless: bool) -> Iterator[Add]:
-    """Open a film. The frames of a GIF last a multiple of 10 ms; an MP4 with losses has an even height and width."""
+    """Open a film. Frames of a GIF last a multiple of 10 ms; an MP4 is padded to an even size unless it is lossless."""
     from imageio.v2 import get_writer
 
     is_gif = path.suffix.lower() == ".gif"
@@ -266,7 +266,7 @@ def record(
 
 
 def check_filmed(env: Env, policy: Policy) -> None:
-    """Take one picture; raises as `record` does if the environment cannot be filmed."""
+    """Take one picture; raises the errors of `record` if the environment cannot be filmed."""
     with _filmed(env, policy, 0) as (state, _, shoot):
         shoot(state)
 
@@ -275,10 +275,7 @@ def check_filmed(env: Env, policy: Policy) -> None:
 def _filmed(
     env: Env, policy: Policy, seed: int | None
 ) -> Iterator[tuple[CollectorState, float | None, Callable[[CollectorState], Picture]]]:
-    """Open a run; yield its first state, the environment's own frames per second, and what draws a state's first lane.
-
-    Raises as `record` does.
-    """
+    """Open a run; yield its first state, the environment's frames per second, and a function that draws a state."""
     with ExitStack() as stack:
         state = init(env, policy, seed=seed)
         stack.callback(close, state)
@@ -289,11 +286,11 @@ def _filmed(
             fps, draw = _camera(env, state)
 
         def shoot(state: CollectorState) -> Picture:
-            shown: Any = state.env_state
+            env_state: Any = state.env_state
             with _rendering():
-                if env.backend == "jax":
-                    shown = import_jax().tree.map(lambda leaf: leaf[0], shown.current)
-                array = np.asarray(draw(shown, of_one_lane(state.env_params)))
+                if env.backend == "jax":  # the first lane
+                    env_state = import_jax().tree.map(lambda leaf: leaf[0], env_state.current)
+                array = np.asarray(draw(env_state, of_one_lane(state.env_params)))
             if array.dtype != np.uint8 or array.ndim != 3 or array.shape[-1] != 3:
                 raise EnvError(f"render() gave {array.dtype} {list(array.shape)}, expected uint8 [H, W, 3]: return RGB")
             return array
@@ -302,7 +299,7 @@ def _filmed(
 
 
 def _camera(env: Env, state: CollectorState) -> Renderer:
-    """What draws simulators that render arrays; TypeError or ValueError for any others."""
+    """The renderer of simulators that render arrays; TypeError or ValueError for any others."""
     simulators = state.env_state.simulation.simulators if isinstance(state.env_state, SimulatorHandle) else None
     opened: Callable[[int], Camera] | None = getattr(simulators, "camera", None)
     if opened is None:
@@ -320,7 +317,7 @@ def _camera(env: Env, state: CollectorState) -> Renderer:
 
 @contextmanager
 def _rendering() -> Iterator[None]:
-    """Raise EnvError, with the reason, for what the block raises."""
+    """Raise EnvError, with the reason and a fix, for an exception of the block."""
     try:
         yield
     except (EnvError, ImportError):

@@ -1,1 +1,1 @@
-"""Processes of our own on this machine: how they start, talk, share memory, and end with the one that started them."""
+"""Worker processes on this machine: they start, send messages, share memory, and end with their parent."""

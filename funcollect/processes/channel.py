@@ -1,7 +1,7 @@
 """Messages with file descriptors between two processes, over a pair of sockets.
 
-A message arrives complete or not at all, even if its sender is killed. A message that is too large for a packet lies in
-an anonymous file, whose descriptor is sent instead.
+A message arrives complete or not at all, even if its sender is killed. If it is too large for a packet, it is written
+to an anonymous file, and the file's descriptor is sent instead.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from funcollect.processes.system import PORTABLE, anonymous_file
 _KIND = socket.SOCK_STREAM if PORTABLE else socket.SOCK_SEQPACKET  # the latter keeps packets apart
 _LENGTH = struct.Struct("<I")  # before each packet of a stream
 _PACKET = 1 << 14  # bytes
-_SOCKET_BUFFER = 1 << 18  # bytes of a stream, as Linux has
-_KEPT = 8 if PORTABLE else 0  # files that stay open: macOS can lose those that are closed before they are received
+_SOCKET_BUFFER = 1 << 18  # bytes that a stream holds, about as many as on Linux
+_KEPT = 8 if PORTABLE else 0  # sent files that stay open: macOS can lose one that is closed before it is received
 _MOST_FDS = 8
 _FD = array.array("i")
-_IN_FILE = b"f"  # no pickle begins with it
+_IN_FILE = b"f"  # a packet whose message is in a file; no pickle is equal to it
 _ROOM = socket.CMSG_SPACE(_MOST_FDS * _FD.itemsize)
 _AT_ONCE = int(socket.MSG_DONTWAIT)  # flags are slow to combine
 _NOT_INHERITED = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
@@ -46,14 +46,14 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._sent: deque[int] = deque()  # files of the last messages
+        self._sent: deque[int] = deque()  # descriptors of the last messages in files
 
     def fileno(self) -> int:
         """The descriptor that is readable when a message has arrived, or the other end is closed."""
         return self._socket.fileno()
 
     def send(self, message: Any, fds: Sequence[int] = (), *, plain: bool = False) -> None:
-        """Send an object, faster if it is `plain`, without a script's functions; OSError if the other end is closed."""
+        """Send an object, faster if it is `plain`: without a script's functions. OSError if the other end is closed."""
         data = pickle.dumps(message, -1) if plain else cloudpickle.dumps(message, -1)
         if len(data) <= _PACKET:
             self._send(data, fds)
@@ -72,7 +72,7 @@ class Channel:
         if PORTABLE:
             packet = _LENGTH.pack(len(packet)) + packet
         sent = socket.send_fds(self._socket, [packet], fds) if fds else self._socket.send(packet)
-        if sent < len(packet):  # only a stream takes a part of it
+        if sent < len(packet):  # by a stream only
             self._socket.sendall(packet[sent:])
 
     def receive(self, *, wait: bool = True) -> tuple[Any, list[int]] | None:
@@ -95,9 +95,9 @@ class Channel:
             return pickle.loads(file.read()), fds
 
     def _receive(self, flags: int) -> tuple[bytes, list[int]]:
-        """A packet, empty if there is no more, and its descriptors, which child programs do not inherit."""
+        """A packet, empty at the end, and its descriptors, which child programs do not inherit."""
         size = _PACKET
-        if PORTABLE:  # the length stays in the stream until all can be read: Ctrl-C may come in between
+        if PORTABLE:  # the length stays in the stream until all of it can be read, since Ctrl-C may come in between
             start = self._socket.recv(_LENGTH.size, flags | socket.MSG_PEEK)
             if not start:
                 return b"", []
@@ -110,7 +110,7 @@ class Channel:
         if PORTABLE:
             for fd in fds:
                 os.set_inheritable(fd, False)
-            while len(data) < size:  # a signal came
+            while len(data) < size:  # a signal has interrupted the read
                 if not (more := self._socket.recv(size - len(data))):
                     raise EOFError
                 data += more

@@ -1,4 +1,4 @@
-"""A worker process: how it starts, what it is sent, how it ended, and its stack when it hangs."""
+"""A worker process: its settings, the connection to it, its end, and its stack if it hangs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TO_REPORT = 1.0  # seconds within which a process shows its Python stack
 
 
 class ChildSetup(NamedTuple):
-    """The settings of a child process or an actor, most of them copied from the process that starts it."""
+    """The settings of a child process or an actor, mostly copied from the process that starts it."""
 
     path: list[str]
     folder: str
@@ -39,31 +39,31 @@ class ChildSetup(NamedTuple):
     num_threads: int
     accelerators: bool  # whether JAX may see accelerators
     frameworks: FrameworkSettings
-    place: int  # among the processes of a run
-    authkey: bytes  # by which proxies of `multiprocessing.Manager` connect
+    place: int  # see `system.place`
+    authkey: bytes  # with which proxies of `multiprocessing.Manager` connect
 
     @classmethod
     def like_this(cls, *, num_threads: int = 1, accelerators: bool = False, index: int = 0) -> Self:
-        """The settings of the current process, but for threads and accelerators; `index` is that of the child."""
+        """The settings of the current process, with others for threads and accelerators; `index` is the child's."""
         frameworks = FrameworkSettings.current()
         here = sys.path.copy(), os.getcwd(), dict(os.environ)
         authkey = bytes(multiprocessing.current_process().authkey)
         return cls(*here, num_threads, accelerators, frameworks, place() + index, authkey)
 
     def apply(self) -> None:
-        """Take over the settings; called in the child."""
+        """Apply the settings; called in the child."""
         sys.path[:] = self.path
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environ)
         self.apply_anywhere()
         PLACE[:] = [self.place]
-        # All children would have the numbers of the server that has forked them.
+        # Otherwise all children would draw the same numbers, from generators copied in the fork.
         np.random.seed()
         torch.default_generator.seed()
 
     def apply_anywhere(self) -> None:
-        """Take over what does not depend on the machine, before JAX makes a client."""
+        """Apply the settings that do not depend on the machine; called before JAX makes a client."""
         os.environ["OMP_NUM_THREADS"] = os.environ["NPROC"] = str(self.num_threads)  # XLA's CPU client reads the latter
         torch.set_num_threads(self.num_threads)
         if self.num_threads == 1:
@@ -83,7 +83,7 @@ def enter_child(fds: Sequence[int]) -> Channel:
     if not PORTABLE:
         die_with_parent(alive)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter sends it to all processes
-    run_as_batch_work(idle=False)  # woken by its parent, it does not take its core
+    run_as_batch_work(idle=False)  # when its parent wakes it, it does not preempt the parent
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     SIGNS.show(stack)
     return Channel(socket.socket(fileno=channel))
@@ -93,19 +93,19 @@ class ProcessHandle(WorkerHandle):
     """The connection to a process that calls ``main(fds)`` of a module, which has to begin with `enter_child`.
 
     The current process holds one end of a pipe. Once that end is closed, explicitly or because the current process has
-    ended, the kernel kills the child and every process that it has started. Other systems than Linux cannot do that:
-    there `kill` does, and the server that has started the child once the current process has ended.
+    ended, Linux kills the child and every process that it has started. On other systems `kill` does that, or the fork
+    server once the current process has ended.
     """
 
     def __init__(self, module: str, setup: ChildSetup, urgent: Collection[str]) -> None:
         self._pid, self._owner = 0, os.getpid()
-        self._ended: int | None = None  # its wait status; -1 if none was reported
-        with ExitStack() as given, ExitStack() as kept:  # what the process alone needs; everything, after a failure
+        self._ended: int | None = None  # its wait status; -1 if it ended without a report
+        with ExitStack() as given, ExitStack() as kept:  # the child's ends are closed here; ours after a failure only
             self.channel, theirs = pair()
             kept.callback(self.channel.close)
             given.callback(theirs.close)
             (self._status, reports), (alive, self._life) = (_pipe(kept, given), _pipe(given, kept))
-            self._stack = anonymous_file("stack")  # after the count of signs of life
+            self._stack = anonymous_file("stack")  # the count of signs of life, and after it the Python stack
             kept.callback(os.close, self._stack)
             self._clear_stack()
             launch(module, [reports, theirs.fileno(), alive, self._stack])
@@ -116,12 +116,12 @@ class ProcessHandle(WorkerHandle):
 
     @property
     def owned(self) -> bool:
-        """Whether the current process has started it, rather than being a fork of the one that has."""
+        """Whether the current process started the child, and is not a fork of the process that did."""
         return os.getpid() == self._owner
 
     @property
     def pid(self) -> int:
-        """The process id; 0 if none has begun."""
+        """The process id, for which it waits; 0 if the process could not start."""
         while not self._pid and self._ended is None:
             self._hear(_TO_DIE)
         return self._pid
@@ -146,7 +146,7 @@ class ProcessHandle(WorkerHandle):
         try:
             message = self.channel.receive(wait=False)
             if message is None and self.ended_by(0):
-                message = self.channel.receive(wait=False)  # now the channel holds all that it will ever hold
+                message = self.channel.receive(wait=False)  # a last message may have arrived before the end
         except (EOFError, OSError):
             self.ended_by(time.monotonic() + _TO_DIE)
             return Loss(self.how())
@@ -156,7 +156,7 @@ class ProcessHandle(WorkerHandle):
         return Loss(self.how()) if self.ended_by(0) else None
 
     def ended_by(self, until: float) -> bool:
-        """Whether the process has ended; waits for its end, at most until `time.monotonic()` is `until`."""
+        """Wait for the end of the process, at most until `time.monotonic()` is `until`; return whether it has ended."""
         while self._ended is None and self.open and self._hear(max(until - time.monotonic(), 0)):
             pass
         return self._ended is not None
@@ -196,14 +196,14 @@ class ProcessHandle(WorkerHandle):
         except ProcessLookupError:
             return ""
         until, size, before = time.monotonic() + _TO_REPORT, COUNT_BYTES, 0
-        while time.monotonic() < until and not before == size > COUNT_BYTES:  # until it has stopped growing
+        while time.monotonic() < until and not before == size > COUNT_BYTES:  # until the file has stopped growing
             self.ended_by(time.monotonic() + 0.02)
             before, size = size, os.fstat(self._stack).st_size
         shown = os.pread(self._stack, size - COUNT_BYTES, COUNT_BYTES)
         return shown.decode(errors="replace") or "(it shows no Python stack)"
 
     def _clear_stack(self) -> None:
-        """Let the next stack lie after the count. Both processes share the position in the file."""
+        """Remove an earlier stack, and set the position in the file, which both processes share, to after the count."""
         os.ftruncate(self._stack, COUNT_BYTES)
         os.lseek(self._stack, COUNT_BYTES, os.SEEK_SET)
 
@@ -217,7 +217,7 @@ class ProcessHandle(WorkerHandle):
             return
         os.close(self._life)
         if self.owned:
-            if PORTABLE and (not self.ended_by(0) or self._ended == -1) and self._pid:  # else the server has done that
+            if PORTABLE and (not self.ended_by(0) or self._ended == -1) and self._pid:  # else the server has
                 kill_group(self._pid)
             self.ended_by(time.monotonic() + _TO_DIE)
         self.open = False
@@ -227,7 +227,7 @@ class ProcessHandle(WorkerHandle):
 
 
 def _pipe(*closing: ExitStack) -> tuple[int, int]:
-    """The reading and the writing end of a pipe, each with the stack that closes it."""
+    """A new pipe's ends for reading and writing; each is closed by one of the two stacks."""
     ends = os.pipe()
     for stack, fd in zip(closing, ends, strict=True):
         stack.callback(os.close, fd)
@@ -236,5 +236,5 @@ def _pipe(*closing: ExitStack) -> tuple[int, int]:
 
 _CHILDREN: weakref.WeakSet[ProcessHandle] = weakref.WeakSet()
 
-# A process that was forked from the owner of children closes its handles: only the owner keeps them alive.
+# A fork of this process closes its copies of the handles, so that only the owner keeps the children alive.
 os.register_at_fork(after_in_child=lambda: [*map(ProcessHandle.kill, [*_CHILDREN])])

@@ -1,4 +1,4 @@
-"""Exceptions of a worker, as it sends them, and results that it cannot send."""
+"""Exceptions of workers, packed to be sent, and errors for objects that cannot be sent."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from funcollect.messages import shown
 
 
 class UnsentResultError(TypeError):
-    """A function has been called in a child process, and its result cannot be sent."""
+    """A function was called in a child process, but its result cannot be sent."""
 
 
 @contextlib.contextmanager
 def sending(what: str, where: str, mend: str, kind: type[TypeError] = TypeError) -> Iterator[None]:
-    """Raise a TypeError in place of the exception of something that cannot be pickled."""
+    """Raise TypeError, or a `kind` of it, if the block's pickling of `what` raises."""
     try:
         yield
     except Exception as error:
@@ -39,12 +39,12 @@ class Failure(NamedTuple):
 
     message: str
     traceback: str
-    lane: int | None  # that the error names, counted over all workers
-    cause: bytes  # the exception itself, pickled; empty if that is impossible
+    lane: int | None  # the lane that the message names, counted over all workers
+    cause: bytes  # the pickled exception; empty if it cannot be pickled
 
     @classmethod
     def of(cls, error: BaseException, first_lane: int | None = None) -> Self:
-        """Pack an exception. `first_lane` is the number of the worker's first lane over all workers, if it has any."""
+        """Pack an exception. `first_lane` is the worker's first lane, counted over all workers; None without lanes."""
         cause = b""
         with contextlib.suppress(Exception):
             cause = cloudpickle.dumps(error)

@@ -1,6 +1,6 @@
-"""Starts worker processes by forking them from a server, a program with one thread that has imported all that is heavy.
+"""Starts worker processes by forking a server: a program with a single thread and all heavy imports done.
 
-It can be forked safely, unlike the user's process. It is started on first use, reports the end of its children, and
+Unlike the user's process, it can be forked safely. It is started on first use, reports the end of its children, and
 ends with the process that started it. Where a fork is never safe, as on macOS, it starts programs, and kills them then.
 """
 
@@ -29,13 +29,13 @@ from funcollect.processes.system import PORTABLE
 
 _SET_CHILD_SUBREAPER = 36  # of prctl(2)
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # a server with threads could not fork
-STATUS = struct.Struct("q")  # a report on a process: first its id, later its wait status
+STATUS = struct.Struct("q")  # a report on a process: the first is its id, the second its wait status
 
 
 def main(control: int, alive: int) -> None:
     """Serve the socket `control` until its other end, or that of the pipe `alive`, is closed."""
     for fd in (control, alive):
-        os.set_inheritable(fd, False)  # a worker that had them would hide the end of this process
+        os.set_inheritable(fd, False)  # in a worker, they would hide the end of this process
     if not PORTABLE:
         die_with_parent(alive)
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # processes of a killed worker are reaped here
@@ -68,9 +68,9 @@ def main(control: int, alive: int) -> None:
 
 
 def _start(module: str, fds: list[int], children: dict[int, int], own: tuple[int, ...]) -> None:
-    """Start a worker, which calls `main` of a module with all descriptors but the first, on which its id is reported.
+    """Start a worker, which calls `main` of a module with all descriptors but the first, which is for reports on it.
 
-    The worker closes the server's `own`. If it cannot start, all are closed: whoever asked for it sees that it ended.
+    The worker closes the server's `own` descriptors. If it cannot start, all are closed, which shows that it has ended.
     """
     status, *others = fds
     try:
@@ -79,7 +79,7 @@ def _start(module: str, fds: list[int], children: dict[int, int], own: tuple[int
                 os.set_inheritable(fd, True)
             pid = os.posix_spawn(sys.executable, program(module, [others]), os.environ, setpgroup=0)
         else:
-            importlib.import_module(module)  # here, so that later workers have it
+            importlib.import_module(module)  # in the server, so that later workers have it
             if not (pid := os.fork()):
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -96,12 +96,12 @@ def _start(module: str, fds: list[int], children: dict[int, int], own: tuple[int
 
 
 def _report(status: int, number: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # its other end was closed
+    with contextlib.suppress(BrokenPipeError):  # nobody reads the reports any more
         os.write(status, STATUS.pack(number))
 
 
 def _reap(children: dict[int, int]) -> None:
-    """Reap every process that has ended, and report the end of workers."""
+    """Reap all processes that have ended, and report the ends of workers."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             pid, status = ended
@@ -114,12 +114,12 @@ def _reap(children: dict[int, int]) -> None:
 
 def kill_group(pid: int) -> None:
     """Kill a worker and all processes that it has started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses where only the ended one is left
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses if only the ended worker is left
         os.killpg(pid, signal.SIGKILL)
 
 
 def _become_worker(module: str, fds: list[int]) -> None:
-    """Become a worker; in a fresh interpreter if an import has started threads, which do not survive a fork."""
+    """Become a worker: in a new interpreter if an import has started threads, which a fork does not copy."""
     code = 1
     try:
         if len(os.listdir(f"/proc/{os.getppid()}/task")) > 1:
@@ -143,8 +143,8 @@ def program(module: str, arguments: Sequence[Any]) -> list[str]:
 def die_with_parent(alive: int) -> None:
     """Let the kernel kill this process, and those that it starts, once the other end of the pipe `alive` is closed.
 
-    This works even if they are stopped, or hang while they hold the GIL. The process leads a group, but stays in the
-    session: Linux groups tasks by session, and a process that calls `sched_yield` yields to its group.
+    This works even if they are stopped, or hang while they hold the GIL. The process leads a group, but stays in its
+    session: Linux schedules tasks by session, and `sched_yield` yields only within one.
     """
     os.setpgid(0, 0)
     fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
@@ -160,7 +160,7 @@ class _Server:
     def __init__(self) -> None:
         self.owner = os.getpid()
         self._channel, theirs = pair()
-        alive, self._life = os.pipe()
+        alive, self._life = os.pipe()  # never written to: its end shows that this process has ended
         self._process = subprocess.Popen(
             program(__name__, [theirs.fileno(), alive]),
             stdin=subprocess.DEVNULL,
@@ -188,13 +188,13 @@ _SERVERS: list[_Server] = []  # none or one
 
 
 def launch(module: str, fds: Sequence[int]) -> None:
-    """Start a worker process with these descriptors: one for its status, then those that `main` of a module takes."""
+    """Start a worker process with these descriptors: one for reports on it, then those for `main` of a module."""
     with _LOCK:
         if _SERVERS:
             try:
                 _SERVERS[0].launch(module, fds)
                 return
-            except (BrokenPipeError, ConnectionResetError, EOFError):  # it was killed
+            except (BrokenPipeError, ConnectionResetError, EOFError):  # the server was killed
                 _close()
         _SERVERS.append(_Server())
         _SERVERS[0].launch(module, fds)

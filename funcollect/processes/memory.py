@@ -1,4 +1,4 @@
-"""Memory that processes share, and where tensors lie in a piece of it. It is anonymous, so nothing is left behind."""
+"""Memory that processes share, and layouts of tensors in it. It is anonymous, so nothing is left behind."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from funcollect.tree import Path
 
 Memory = npt.NDArray[np.uint8]
 
-_MAPPING = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # a page's first touch would cost a fault everywhere
-_ALIGNMENT = 64  # bytes: where XLA takes a tensor without a copy
+_MAPPING = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # else each page costs a fault in each process
+_ALIGNMENT = 64  # bytes, so that XLA takes a tensor without a copy
 
 
 def shared_memory(count: int, size: int) -> tuple[int, list[Memory]]:
     """Allocate `count` pieces of `size` bytes each; return the descriptor and the pieces.
 
-    MemoryError if there is not enough. Without the allocation, a process could be killed when it writes.
+    MemoryError if there is not enough: if it were not allocated, a process could be killed as it writes.
     """
     fd = _portable_memory() if PORTABLE else os.memfd_create("funcollect")
     try:
@@ -43,8 +43,8 @@ def shared_memory(count: int, size: int) -> tuple[int, list[Memory]]:
 
 
 def _portable_memory() -> int:
-    """The descriptor of memory that any process may map, under a name that it has already lost."""
-    # `SharedMemory`, which calls the same functions, would start a process to watch over names.
+    """The descriptor of shared memory, whose name is already unlinked."""
+    # `multiprocessing.shared_memory`, which calls the same functions, would start a process to track names.
     from _posixshmem import shm_open, shm_unlink  # type: ignore[import-not-found]
 
     name = f"/fc{secrets.token_hex(12)}"  # macOS takes 31 characters
@@ -54,13 +54,13 @@ def _portable_memory() -> int:
 
 
 def mapped(fd: int, count: int, size: int) -> list[Memory]:
-    """`count` pieces of shared memory of `size` bytes each. The memory stays mapped as long as one of them lives."""
+    """Map `count` pieces of `size` bytes each. The memory stays mapped as long as one of them lives."""
     whole = mmap.mmap(fd, count * size, flags=_MAPPING)
     return [np.frombuffer(whole, np.uint8, size, place * size) for place in range(count)]
 
 
 class LeafPlace(NamedTuple):
-    """One leaf in memory, where it is contiguous."""
+    """A leaf in memory; it is contiguous."""
 
     path: Path
     dtype: torch.dtype
@@ -90,11 +90,11 @@ class MemoryLayout:
         return self._offsets[-1]
 
     def leaves(self, memory: Memory, count: int | None = None) -> dict[Path, Tensor]:
-        """The leaves by path, views of one storage; with `count`, of as many pieces one after another: [count, ...]."""
+        """The leaves by path, as views of the memory; with `count`, of consecutive pieces: [count, ...]."""
         flat = torch.from_numpy(memory)
         flat = flat if count is None else flat.view(count, -1)
         views = {}
         for start, (path, dtype, shape) in zip(self._offsets, self.columns, strict=False):
-            own = flat[..., start : start + math.prod(shape) * dtype.itemsize]
-            views[path] = own.view(dtype).view((*flat.shape[:-1], *shape))
+            content = flat[..., start : start + math.prod(shape) * dtype.itemsize]
+            views[path] = content.view(dtype).view((*flat.shape[:-1], *shape))
         return views

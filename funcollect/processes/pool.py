@@ -1,4 +1,4 @@
-"""The kernel of workers: calls and answers over any transport, deaths, hangs, replacement, and the end.
+"""The kernel of workers: it calls them over any transport, notices deaths and hangs, and replaces or ends workers.
 
 A worker is an object in this process, in another one or in a Ray actor. Its first call, ``"describe"``, builds it from
 a packed job; its methods answer all calls, in the order they were sent (`funcollect.processes.serving`).
@@ -22,11 +22,11 @@ from funcollect.processes.system import SIGNS
 
 OnFailure = Literal["raise", "restart"]  # what happens when a worker is lost: an error, or another worker
 
-_SLICE = 0.05  # seconds of one wait at most: another thread may have read the answer meanwhile
-_LATE = 0.5  # seconds of waiting from which on signs of life are looked for
+_SLICE = 0.05  # seconds of one wait, at most: another thread may read the answer meanwhile
+_LATE = 0.5  # seconds of waiting after which signs of life are read
 _FAILURES_IN_A_ROW = 5  # of one worker, without a finished task in between
 _BACKOFF = 0.1  # seconds before the second restart in a row, doubled at each
-_RESTARTS = itertools.count(1)  # by this process
+_RESTARTS = itertools.count(1)  # of workers, by this process
 
 
 @dataclass(eq=False)
@@ -36,8 +36,8 @@ class Call:
     worker: int  # its index
     name: str  # of the method
     args: tuple[Any, ...] = ()
-    fds: tuple[int, ...] = ()  # file descriptors, further arguments that a transport between processes sends
-    plain: bool = False  # whether arguments and result have no functions or classes of a script, see `Channel.send`
+    fds: tuple[int, ...] = ()  # file descriptors: further arguments, which only processes can get
+    plain: bool = False  # whether arguments and result hold no functions or classes of a script: see `Channel.send`
     number: int = field(default_factory=itertools.count().__next__)  # identifies the call
     done: bool = False  # whether `value` or `error` is set
     value: Any = None
@@ -49,13 +49,13 @@ class Call:
 
 
 class Loss(NamedTuple):
-    """Why a worker is of no use any more: it has ended, hangs, or has raised an exception that no call allows."""
+    """Why a worker was lost: it ended, hangs, or raised an exception that its pool does not allow."""
 
-    what: str  # in words that follow its name
-    lane: int | None = None  # in which it has raised, counted over all workers
-    traceback: str = ""  # its traceback, or its Python stack if it hangs
+    what: str  # in words that follow the worker's name
+    lane: int | None = None  # the lane that raised, counted over all workers
+    traceback: str = ""  # of the exception, or the Python stack of a worker that hangs
     cause: BaseException | None = None
-    silent: float = 0.0  # if it hangs: the seconds that it may be silent
+    silent: float = 0.0  # if it hangs: the timeout in seconds
 
 
 class WorkerHandle(Protocol):
@@ -63,25 +63,25 @@ class WorkerHandle(Protocol):
 
     @property
     def label(self) -> str:
-        """Its kind and place, for error messages; empty if its index says enough."""
+        """Its kind and place, for error messages; empty if its index is enough."""
         return ""
 
     def send(self, call: Call) -> None:
-        """Queue a call after those that were sent before. Never waits for the worker, never raises if it has died."""
+        """Queue a call after earlier ones. It neither waits for the worker, nor raises if that has died."""
 
     def receive(self) -> tuple[int, Any] | Loss | None:
-        """The number of a call and its result or `Failure`, or how the worker has ended; None for neither yet."""
+        """The number of a call with its result or `Failure`, or the loss of the worker; None for neither yet."""
 
     def signs(self) -> int:
-        """A number that changes if the worker has shown a sign of life, as far as is known."""
+        """A number that changes whenever the worker shows a sign of life; always 0 if it cannot."""
         return 0
 
     def where(self) -> str:
-        """Where the worker hangs: its Python stack, if it can be had."""
+        """The Python stack of a worker that hangs; empty if it is not available."""
         return ""
 
     def kill(self) -> None:
-        """End the worker at once, whatever it does. Does nothing the second time."""
+        """End the worker at once. Does nothing the second time."""
 
 
 class Transport(Protocol):
@@ -93,7 +93,7 @@ class Transport(Protocol):
         """A handle to a new worker for this job."""
 
     def check_room(self, jobs: Sequence[Any], first: int, present: Sequence[Any]) -> None:
-        """Raise WorkerError if there is no room for new workers, with indices from `first`, beside the present ones."""
+        """Raise WorkerError if new workers, with indices from `first`, have no room beside the `present` ones."""
         return
 
     def ready(self, handles: Mapping[int, Any], timeout: float) -> Iterable[int]:
@@ -112,10 +112,10 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """How long a worker may be silent, and what happens if it is so for longer or fails."""
+    """How long a worker may be silent, and what happens if it is silent for longer, or fails."""
 
-    timeout: float  # seconds of the reader's waiting within which a call is answered, or an environment steps
-    start_timeout: float  # the same for a worker's start and its first task, which may compile
+    timeout: float  # seconds that the reader waits for an answer or a step of an environment
+    start_timeout: float  # the same for a worker's start and its first task, which may include compilation
     on_failure: OnFailure = "raise"
 
 
@@ -126,28 +126,28 @@ class WorkerRecord:
     job: Any
     handle: Any  # a `WorkerHandle` of the transport
     calls: deque[Call] = field(default_factory=deque)  # unanswered, oldest first
-    first: Sequence[Call] = ()  # those that a replacement was sent first
+    first: Sequence[Call] = ()  # the calls that a replacement got first
     progress: Any = None  # where a replacement continues; None at the beginning
-    tasks: int = 0  # rollouts, say, that this very process has finished
+    tasks: int = 0  # such as rollouts, finished by this handle's worker
     failures: int = 0  # in a row
     silence: float = 0.0  # seconds of waiting since the last answer or sign of life
-    signs: int = 0  # of life, when they were last looked at
-    newcomer: bool = False  # started beside workers that are at work, and not built yet
+    signs: int = 0  # of life, when they were last read
+    newcomer: bool = False  # started beside workers at work, and not admitted yet
     retired: bool = False
 
 
 class WorkerPool(ABC):
     """Workers that answer calls, one for each of `jobs`: each has a `place` in the run, and ``pack() -> bytes``.
 
-    Every method that reads answers ends all workers and raises an error if one was lost. A derived class says what
-    answers mean, which failures refuse a call and leave the worker at work, and how a replacement begins.
+    Every method that reads answers ends all workers and raises an error if one was lost. A derived class defines what
+    answers mean, which exceptions refuse a call without a loss of the worker, and how a replacement begins.
     """
 
     def __init__(self, transport: Transport, jobs: Sequence[Any], failure_policy: FailurePolicy) -> None:
         self._transport, self._failure_policy = transport, failure_policy
         self.lock = threading.RLock()
         self.restarts = 0  # workers that were replaced
-        self.waited = 0.0  # seconds in which the reader has waited for workers, since all were built
+        self.waited = 0.0  # seconds that the reader has waited for workers, since all were built
         self.closed = self._started = False
         self._checked = time.monotonic()
         send_main_by_value()
@@ -160,14 +160,15 @@ class WorkerPool(ABC):
         self._started, self.waited = True, 0.0  # from now on those that fail may be replaced
 
     def _answered(self, record: WorkerRecord, call: Call, value: Any) -> Any:
-        """Count an answer; return it as the caller gets it."""
+        """Process an answer; return the value that the caller gets."""
         return value
 
     def _refusal(self, record: WorkerRecord, call: Call, failure: Failure) -> BaseException | None:
-        """The error of a call that a worker has refused without harm; None if the worker is lost."""
+        """The error of a call that failed without harm to the worker; None if the worker is lost."""
         return None
 
     def _words(self, worker: int, loss: Loss) -> str:
+        """The loss of a worker in words, with its name."""
         where = f"worker {worker}" if loss.lane is None else f"worker {worker}, lane {loss.lane} of the run"
         label = self.records[worker].handle.label
         return f"{where} ({label}): {loss.what}" if label else f"{where}: {loss.what}"
@@ -177,7 +178,7 @@ class WorkerPool(ABC):
         """The error for a worker that was lost and is not replaced."""
 
     def _continued(self, worker: int, pending: Sequence[Call]) -> tuple[Any, Sequence[Call]]:
-        """The job of a replacement, and the calls that it needs before those that are `pending`."""
+        """The job of a replacement, and the calls that it needs before the `pending` ones."""
         return self.records[worker].job, ()
 
     def _descriptors(self, worker: int) -> tuple[int, ...]:
@@ -190,7 +191,7 @@ class WorkerPool(ABC):
         return [worker for worker, record in enumerate(self.records) if not record.retired]
 
     def start(self, jobs: Sequence[Any], *, newcomers: bool = False) -> list[Call]:
-        """Start workers; return the calls that build them. Until newcomers are admitted, a failure ends only theirs.
+        """Start workers; return the calls that build them. Until newcomers are admitted, their failures end only them.
 
         TypeError for a job that cannot be sent, before any worker starts; WorkerError if there is no room for all.
         """
@@ -233,8 +234,8 @@ class WorkerPool(ABC):
 
     def call_each(self, name: str, arguments: Sequence[Any], *others: Any) -> list[Any]:
         """Send every worker a call with its own first argument; return their answers."""
-        sent = zip(self.workers, arguments, strict=True)
-        return self.finish([self.call(worker, name, each, *others) for worker, each in sent])
+        pairs = zip(self.workers, arguments, strict=True)
+        return self.finish([self.call(worker, name, argument, *others) for worker, argument in pairs])
 
     def await_all(self, calls: Sequence[Call]) -> None:
         """Wait for the answers to these calls."""
@@ -250,7 +251,7 @@ class WorkerPool(ABC):
         return [call.value for call in calls]
 
     def wait(self) -> None:
-        """Read the answers that have arrived; if there is none, wait for one for a short time."""
+        """Read the answers that have arrived; if there are none, wait for some for a short time."""
         if self.poll():
             return
         began = time.monotonic()
@@ -264,7 +265,7 @@ class WorkerPool(ABC):
         return {worker: record.handle for worker, record in enumerate(self.records) if record.calls}
 
     def poll(self, ready: Iterable[int] | None = None) -> bool:
-        """Read the answers that have arrived, or those of the workers `ready`; return whether there was one."""
+        """Read the answers that have arrived, or those of the workers `ready`; return whether there were any."""
         with self.lock:
             try:
                 read = sum(map(self._read, self._transport.ready(self._asked, 0) if ready is None else ready))
@@ -280,7 +281,7 @@ class WorkerPool(ABC):
         self.stop()
 
     def _read(self, worker: int) -> bool:
-        """Read one answer of a worker; return whether there was one. Only one, so that no worker gets ahead."""
+        """Read one answer of a worker, so that none gets ahead of others; return whether there was one."""
         record = self.records[worker]
         if not record.calls or (answer := record.handle.receive()) is None:
             return False
@@ -302,11 +303,11 @@ class WorkerPool(ABC):
         return True
 
     def _owes(self, worker: int) -> bool:
-        """Whether somebody waits for this worker."""
+        """Whether an answer of this worker is due."""
         return bool(self.records[worker].calls)
 
     def _look_for_hangs(self) -> None:
-        """Lose each worker that has neither answered nor made a step in time."""
+        """Declare each worker lost that has neither answered nor made a step in time."""
         now = time.monotonic()
         if (since := now - self._checked) < _SLICE:
             return
@@ -322,18 +323,18 @@ class WorkerPool(ABC):
                 SIGNS.count[0] += 1  # for a process that awaits this one
             if record.silence > limit:
                 doing = f"{record.calls[0].name!r}" if record.calls else "an order"
-                told = f"has not answered {doing}, nor made a step, for {limit:g} seconds ({name}={limit:g})"
+                what = f"has not answered {doing}, nor made a step, for {limit:g} seconds ({name}={limit:g})"
                 stack = record.handle.where()
-                self._lose(worker, Loss(f"{told}; its Python stack is below", traceback=stack, silent=limit))
+                self._lose(worker, Loss(f"{what}; its Python stack is below", traceback=stack, silent=limit))
 
     def _lose(self, worker: int, loss: Loss) -> None:
-        """Replace a worker that was lost, or end all workers and raise; a newcomer's calls end with the error."""
+        """Replace a lost worker, or raise its error, so that `poll` ends all; a newcomer's calls end with the error."""
         record = self.records[worker]
         record.failures += 1
         record.handle.kill()
         may_return = self._started and not self.closed and not record.newcomer
         if self._failure_policy.on_failure == "restart" and may_return and record.failures <= _FAILURES_IN_A_ROW:
-            # By default, Python shows a warning of the same text only once.
+            # The number makes each text different, since Python shows a warning of the same text only once.
             restart = f"and its lanes begin new episodes (restart {next(_RESTARTS)} by this process)"
             reason = f"{self._words(worker, loss)}; another takes its place, {restart}"
             warnings.warn(f"{reason}\n{loss.traceback}".rstrip(), RuntimeWarning, stacklevel=2)
@@ -342,7 +343,7 @@ class WorkerPool(ABC):
         error = self._error(worker, loss)
         error.__cause__ = loss.cause
         if not record.newcomer:
-            raise error  # and `poll` ends the others
+            raise error
         for call in [*record.calls]:
             call.resolve(error=error)
         self.retire(worker)
@@ -353,8 +354,8 @@ class WorkerPool(ABC):
         if record.failures > 1:
             time.sleep(_BACKOFF * 2 ** (record.failures - 2))
         self.restarts += 1
-        own = {call.number for call in record.first}
-        pending = [call for call in record.calls if not call.done and call.number not in own]
+        first_calls = {call.number for call in record.first}
+        pending = [call for call in record.calls if not call.done and call.number not in first_calls]
         job, first = self._continued(worker, pending)
         record.first = [self._describe(worker, job.pack()), *first]
         record.handle = self._transport.start(job)

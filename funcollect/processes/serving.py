@@ -1,4 +1,4 @@
-"""Answers calls to a worker, wherever it lives, and starts workers in this process or as processes."""
+"""Answers calls inside a worker, and transports to workers in this process or in processes of their own."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _TO_CLOSE = 1.0  # seconds that workers have to close their environments: Ctrl-C
 class Served:
     """Base class of objects whose methods answer calls."""
 
-    first_lane: int | None = None  # over all workers, if the exceptions of its methods name lanes
+    first_lane: int | None = None  # counted over all workers; None if its exceptions name no lanes
 
     def describe(self) -> Any:
-        """What its owner needs to know about it."""
+        """The facts about the object that its owner needs."""
 
     def close(self) -> None:
         """Free what it holds."""
 
 
 class Answering:
-    """Answers calls: the first one, ``"describe"``, has a job and descriptors, to `build` what answers the others.
+    """Answers calls. The first, ``"describe"``, has a job and descriptors, from which `build` makes a `Served` object.
 
-    Exceptions that are not among those that it `catches` end the worker, or its user's program if both are one.
+    Exceptions of other classes than `catches` end the worker, or the user's program if the worker is in it.
     """
 
     def __init__(self, build: Callable[..., Any], catches: type[BaseException] = BaseException) -> None:
@@ -45,7 +45,7 @@ class Answering:
         self.served: Any = None
 
     def answer(self, name: str, args: Sequence[Any]) -> Any:
-        """The result of a call, or a `Failure` if it has raised an exception."""
+        """The result of a call, or a `Failure` if it raised."""
         try:
             if name == "describe":
                 self.served = self._build(*args)
@@ -62,9 +62,9 @@ class Answering:
 
 
 def serve(fds: Sequence[int], build: Callable[..., Any], attend: Callable[[Any, Channel], None] | None = None) -> None:
-    """Serve the process that has started this one with these descriptors, until that asks to close or has ended.
+    """Serve the process that started this one with these descriptors, until it asks to close, or ends.
 
-    `attend` is called with the object that was built while no call waits; it returns once the channel is readable.
+    While no call waits, `attend` is called with the built object; it returns once the channel is readable.
     """
     channel = enter_child(fds)
     first = channel.receive()
@@ -72,7 +72,7 @@ def serve(fds: Sequence[int], build: Callable[..., Any], attend: Callable[[Any, 
     setup, urgent = first[0]
     setup.apply()
     answering = Answering(build)
-    waiting: list[tuple[int, str, tuple[Any, ...], bool, list[int]]] = []
+    waiting: list[tuple[int, str, tuple[Any, ...], bool, list[int]]] = []  # number, name, args, plain, descriptors
     with contextlib.suppress(EOFError, OSError):  # that process has ended
         while True:
             built = answering.served is not None
@@ -83,16 +83,16 @@ def serve(fds: Sequence[int], build: Callable[..., Any], attend: Callable[[Any, 
                 waiting.append((*message[0], message[1]))
             if not waiting:
                 continue
-            sooner = ("close", *urgent) if built else ("close",)
-            index = next((index for index, call in enumerate(waiting) if call[1] in sooner), 0)
-            number, name, args, plain, given = waiting.pop(index)
+            first_names = ("close", *urgent) if built else ("close",)
+            index = next((index for index, call in enumerate(waiting) if call[1] in first_names), 0)
+            number, name, args, plain, call_fds = waiting.pop(index)
             if name == "close":
                 answering.close()
                 break
             try:
-                value = answering.answer(name, (*args, *given))
+                value = answering.answer(name, (*args, *call_fds))
             finally:
-                for fd in given:
+                for fd in call_fds:
                     os.close(fd)
             channel.send((number, value), plain=plain)
     sys.stdout.flush()
@@ -100,7 +100,7 @@ def serve(fds: Sequence[int], build: Callable[..., Any], attend: Callable[[Any, 
 
 
 class InProcessHandle(WorkerHandle):
-    """A worker in this process, which runs a call when its answer is asked for."""
+    """A worker in this process, which runs a call when its answer is received."""
 
     def __init__(self, build: Callable[..., Any]) -> None:
         self._calls: deque[Call] = deque()
@@ -137,9 +137,9 @@ class InProcessTransport(Transport):
 
 
 class ProcessTransport(Transport):
-    """Starts workers as processes, by the function ``main(fds)`` of a module, which calls `serve`.
+    """Starts workers as processes that run the function ``main(fds)`` of a module, which calls `serve`.
 
-    `instead` is what to do where there are none. Calls whose names are `urgent` go before earlier ones.
+    `instead` is the fix in the error for systems without such processes. Calls with `urgent` names overtake others.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class ProcessTransport(Transport):
                 for fd in handle.filenos():
                     readable.register(fd, select.POLLIN)
             readable.poll(timeout * 1000)
-        return handles  # all of them: looking at each is as cheap as asking which of them has an answer
+        return handles  # all of them, since trying each is as cheap as finding out which is readable
 
     @override
     def close(self, handles: Sequence[Any]) -> None:

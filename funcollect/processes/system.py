@@ -1,4 +1,4 @@
-"""What the operating system offers. Where it is not Linux, processes use only what all POSIX systems have."""
+"""Services of the operating system: Linux's own where there are any, else those of all POSIX systems."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import sys
 import tempfile
 from collections.abc import Callable
 
-PORTABLE = sys.platform != "linux" or os.environ.get("FUNCOLLECT_PORTABLE") == "1"  # on Linux, to try it there
+PORTABLE = sys.platform != "linux" or os.environ.get("FUNCOLLECT_PORTABLE") == "1"  # for tests on Linux
 COUNT_BYTES = 16
-PLACE: list[int] = []  # of this process among those of its run; empty if it was not set
-_STARTED = itertools.count()  # children of this process that have a processor
+PLACE: list[int] = []  # at most one number, see `place`
+_STARTED = itertools.count()  # counts the children of this process that `spread` has given a processor
 
 
 class SignsOfLife:
-    """Shows whoever awaits this process that it steps: a long call is no hang then, and a sign costs a write to memory.
+    """Shows that this process makes steps, so that its parent does not take a long call for a hang.
 
-    The first of the two int64 of `count` grows by one at each step, reset, and environment that is made. The second is
-    the lane that is being stepped, which is faster to write than to count.
+    A sign is a write to `count`, two int64: the first grows by one at each step, reset, and environment that is made.
+    The second is the lane that is being stepped, which is faster to write than to count.
     """
 
     def __init__(self) -> None:
@@ -29,11 +29,11 @@ class SignsOfLife:
 
     @property
     def shown(self) -> int:
-        """Both numbers as one."""
+        """Both numbers, as one integer."""
         return int.from_bytes(self.count.tobytes(), sys.byteorder)
 
     def show(self, fd: int) -> None:
-        """Count at the beginning of this file from now on."""
+        """From now on, count at the beginning of this file, which the parent reads."""
         self.count = memoryview(mmap.mmap(fd, COUNT_BYTES)).cast("q")
 
 
@@ -41,13 +41,13 @@ SIGNS = SignsOfLife()
 
 
 def check_platform(mend: str) -> None:
-    """Raise OSError, which ends with `mend`, unless the system has processes as POSIX defines them."""
+    """Raise OSError, with the fix `mend`, unless this is a POSIX system."""
     if os.name != "posix":
         raise OSError(f"worker processes need Linux or macOS, this is {sys.platform}: {mend}")
 
 
 def anonymous_file(name: str) -> int:
-    """The descriptor of a new file, which is in no folder and ends with its last descriptor. Linux shows its `name`."""
+    """The descriptor of a new file without a path, which ends with its last descriptor. Linux shows its `name`."""
     if not PORTABLE:
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:
@@ -55,34 +55,34 @@ def anonymous_file(name: str) -> int:
 
 
 def place() -> int:
-    """The place of this process among those of its run; its process id if nobody has told it."""
+    """The number of this process among those of its run; its process id if `PLACE` was not set."""
     return PLACE[0] if PLACE else os.getpid()
 
 
 def spread(count: int) -> list[int]:
-    """A processor for each of `count` children of this process. Those of several processes of a run are spread."""
+    """Choose a processor for each of `count` children, different ones for the children of a run's other processes."""
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
     return [cpus[(place() * count + next(_STARTED)) % len(cpus)] for _ in range(count)]
 
 
-# Returns the number of the processor that the calling thread runs on; negative if nothing tells it.
+# Returns the number of the processor that the calling thread runs on; negative if it is unknown.
 current_cpu: Callable[[], int] = getattr(ctypes.CDLL(None) if os.name == "posix" else None, "sched_getcpu", lambda: -1)
 
 
 def run_on(cpu: int) -> None:
-    """Keep this process on one processor, which it takes as soon as it is woken, if the system can and may do that."""
+    """Pin this process to a processor, and let it run there as soon as it is woken, if the system allows that."""
     if not PORTABLE:
         with contextlib.suppress(OSError):
-            if os.sched_getscheduler(0) == os.SCHED_BATCH:  # which would wait there for as long as others may run
+            if os.sched_getscheduler(0) == os.SCHED_BATCH:  # with it, a woken process waits until others have run
                 os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
             os.sched_setaffinity(0, {cpu})
 
 
 def run_as_batch_work(*, idle: bool, pid: int | None = None) -> None:
-    """Let a process wait for all others if it is `idle`, which may need a privilege to end, else as it is woken."""
+    """Keep a process from preempting others as it is woken; if it is `idle`, it runs only when no other does."""
     with contextlib.suppress(OSError):  # it may not be allowed
         if not PORTABLE:
-            # Later threads are like the one that starts them.
+            # All threads that exist; later ones inherit the scheduler of the thread that starts them.
             for thread in os.listdir(f"/proc/{'self' if pid is None else pid}/task"):
                 os.sched_setscheduler(int(thread), os.SCHED_IDLE if idle else os.SCHED_BATCH, os.sched_param(0))
         elif idle and pid is None:

@@ -110,9 +110,9 @@ def from_gymnasium(
     opener: Opener
     if isinstance(first, VectorEnv):
         env = first
-        own: dict[str, Any] = {"num_envs": num_envs, "parallel": parallel or None, "num_workers": num_workers or None}
-        own |= {"wait": None if wait == "all" else wait, "min_ready": min_ready}
-        _refuse("a VectorEnv", **own, timeout=None if timeout == LaneWorkers.timeout else timeout, **kwargs)
+        given: dict[str, Any] = {"num_envs": num_envs, "parallel": parallel or None, "num_workers": num_workers or None}
+        given |= {"wait": None if wait == "all" else wait, "min_ready": min_ready}
+        _refuse("a VectorEnv", **given, timeout=None if timeout == LaneWorkers.timeout else timeout, **kwargs)
         num_envs, limited = env.num_envs, base.has_time_limit(env) or is_of_kind(env, GAMES)
         opener, seeding, replayed = over_vector(env, build, autoreset_mode, max_carry)
         check_lives(env)
@@ -127,7 +127,7 @@ def from_gymnasium(
         )
         made, open_group = _made(sources, kwargs, in_workers=workers is not None)
         first, opener = made[0], WorkerLanes if workers else open_group(0, len(sources))
-        # In workers, lanes with sources of their own are made there only.
+        # Lanes in workers are made there only, so the limits of other sources than the first are unknown here.
         known = not workers or "max_episode_steps" in kwargs or all(source is sources[0] for source in sources)
         limited = known and all(map(base.has_time_limit, made))
         label = first.spec.id if first.spec is not None else type(first.unwrapped).__name__
@@ -177,20 +177,20 @@ def _sources_of(env: EnvSource | Sequence[EnvSource], num_envs: int | None) -> t
 
 
 def _made(sources: list[EnvSource], kwargs: dict[str, Any], *, in_workers: bool) -> tuple[list[GymEnv], OpenerOf]:
-    """Environments of the first lane and of other sources, for the first state, and what opens lanes."""
+    """Make lane 0's environment and, without workers, those of other sources; return them and what opens lanes."""
     factories = [_factory_of(source, kwargs, in_worker=in_workers) for source in sources]
     made: list[GymEnv] = []
     with contextlib.ExitStack() as unused:
         for lane, (source, factory) in enumerate(zip(sources, factories, strict=True)):
             if lane and (in_workers or source is sources[0]):
                 continue
-            own = factory if isinstance(factory, Made) else Made(factory(), factory)
-            made.append(own.env)
-            _check_lane(lane, own.env, made[0], is_atari(made[0]))
-            if own is not factory:
-                unused.callback(own.env.close)
+            env_factory = factory if isinstance(factory, Made) else Made(factory(), factory)
+            made.append(env_factory.env)
+            _check_lane(lane, env_factory.env, made[0], is_atari(made[0]))
+            if env_factory is not factory:
+                unused.callback(env_factory.env.close)
             if not in_workers:  # else it is made for its spaces only
-                factories[lane] = own
+                factories[lane] = env_factory
         if not in_workers:
             unused.pop_all()
     atari = is_atari(made[0])
@@ -198,11 +198,11 @@ def _made(sources: list[EnvSource], kwargs: dict[str, Any], *, in_workers: bool)
 
 
 def _open_lanes(factories: Sequence[Callable[[], Any]], atari: bool, env: SimulatedEnv) -> Lanes:
-    """The simulators of lanes; on failure, instances are released, and the environments built here are closed."""
+    """Open the simulators of lanes; on failure, release instances, and close environments that were built here."""
     lanes: list[GymEnv] = []
     try:
         for lane, factory in enumerate(factories, env.first_lane):
-            made = _made_lane(lane, factory)
+            made = _make_lane(lane, factory)
             _check_lane(lane, made, env, atari)
             if id(made) in TAKEN or any(made.unwrapped is other.unwrapped for other in lanes):
                 mend = "build a new one at each call"
@@ -219,8 +219,8 @@ def _open_lanes(factories: Sequence[Callable[[], Any]], atari: bool, env: Simula
     return (AtariLanes if atari else Lanes)(lanes, env)
 
 
-def _made_lane(lane: int, factory: Callable[[], Any]) -> Any:
-    """What the factory of a lane makes; EnvError with the way out if its library allows one in a process."""
+def _make_lane(lane: int, factory: Callable[[], Any]) -> Any:
+    """Call the factory of a lane; EnvError with a fix if its library allows one environment in a process."""
     try:
         return factory()
     except RuntimeError as error:
@@ -231,7 +231,7 @@ def _made_lane(lane: int, factory: Callable[[], Any]) -> Any:
 
 
 def _factory_of(source: EnvSource, kwargs: dict[str, Any], *, in_worker: bool = False) -> Callable[[], Any]:
-    """A function that makes the environment of one lane; a worker's needs no import of what registers an id."""
+    """A function that makes the environment of one lane; for a worker, an id is looked up here and sent as a spec."""
     if isinstance(source, gymnasium.Env):
         if in_worker:
             what = f"num_workers, or parallel=True, was given with the instance {source}"
@@ -254,6 +254,7 @@ def _factory_of(source: EnvSource, kwargs: dict[str, Any], *, in_worker: bool = 
 
 @contextlib.contextmanager
 def _naming(name: str) -> Iterator[None]:
+    """Raise ValueError, with a fix, where Gymnasium cannot find or make an id."""
     try:
         yield
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
@@ -279,7 +280,7 @@ def _spec_of(env_id: str) -> EnvSpec:
 
 
 def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
-    """What Gymnasium makes, without its checks at each step: outcomes are checked here, and the loop resets first."""
+    """Call `gymnasium.make` without its checks at each step: outcomes are checked here, and the loop resets first."""
     name = spec if isinstance(spec, str) else spec.id
     try:
         with _naming(name):
@@ -296,22 +297,22 @@ def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
 
 
 def _check_lane(lane: int, env: Any, first: GymEnv | SimulatedEnv, atari: bool) -> None:
-    """Raise unless `env` is a Gymnasium environment with the spaces of the first lane's, and Atari if that is."""
+    """Raise unless `env` is a Gymnasium environment with the first lane's spaces, and an Atari game if they are."""
     base.refuse_foreign(env)
     if not isinstance(env, gymnasium.Env):
         mend = "return the environment"
         raise TypeError(f"lane {lane}: the factory returned {type(env).__name__}, expected a gymnasium.Env: {mend}")
     base.check_spaces(env)
     for name, wanted in zip(("observation_space", "action_space"), own_spaces(first), strict=True):
-        own = getattr(env, name)
-        if own != wanted:
-            raise ValueError(f"lane {lane} has the {name} {own}, lane 0 has {wanted}: use equal spaces in one batch")
+        space = getattr(env, name)
+        if space != wanted:
+            raise ValueError(f"lane {lane} has the {name} {space}, lane 0 has {wanted}: use equal spaces in one batch")
     if is_atari(env) != atari:
         mend = "put Atari games, which are seeded differently, in a separate batch"
         raise ValueError(f"lane {lane} is {env}, lane 0 is {first}: {mend}")
 
 
 def _refuse(what: str, **given: Any) -> None:
-    """Raise ValueError for arguments other than None, which cannot be given with `what`, since it is built already."""
+    """Raise ValueError for arguments other than None, which have no effect on `what`, since it is built already."""
     if names := [name for name, value in given.items() if value is not None]:
         raise ValueError(f"{', '.join(names)} cannot be given with {what}, which is built already: leave it out")

@@ -1,10 +1,10 @@
 """Atari games under any Gymnasium wrappers, with snapshots.
 
 ALE can save the emulated machine (its RAM and its random generator), but not the last action, which a sticky frame
-repeats. So a game is copied every `_APART` steps, and the calls since the last copy but one are recorded. To restore a
-snapshot, that copy is put into a game, and the calls are repeated. This is tried for each action that may have come
-before the copy, until the machine is equal to the saved one. Functions that change a game are not repeated: a copy of
-the changed game is recorded among the calls. Where episodes have one life each, the next goes on with the same game.
+repeats. So a game is copied every `_APART` steps, and all calls since the older of the last two copies are recorded. A
+snapshot is restored from that copy, by the same calls after each action that may have come before it, until the machine
+is equal to the saved one. Functions that change a game are not repeated: a copy of the changed game is recorded among
+the calls. Where episodes have one life each, the next goes on with the same game.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _APART = 128  # calls between two copies: a copy takes as long as one or two ste
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, type, gymnasium.Space)
 _UNLIKELY = 1e-12  # the accepted probability that ALE still repeats an action from before those that were sent
 _RESET = None  # in a list of calls, which are actions otherwise: a reset without a seed
-# The attributes that are not copied, and those that are not saved either: a new game has the same ones.
+# Attributes of wrappers and games that are not copied, and all that are not saved: a new game has the same ones.
 _CONSTANT = {"env", "ale", "spec", "_cached_spec", "observation_space", "_observation_space"}
 _ACTIONS = {"action_space", "_action_space", "_action_set"}
 _SAME = _CONSTANT | _ACTIONS | {"_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs"}
@@ -52,14 +52,14 @@ def _layers(env: Any) -> tuple[Any, ...]:
 
 
 class _Lives(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Goes on with the game at a reset after a lost life, by a step without an action, as Stable-Baselines3's."""
+    """Continues the game at a reset after a lost life, by a step without an action, as Stable-Baselines3 does."""
 
     _life_lost = False  # whether the last step ended a life, but not the game
 
     @override
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        goes_on, self._life_lost = self._life_lost and seed is None, False  # else another game begins
-        if goes_on:
+        continues, self._life_lost = self._life_lost and seed is None, False
+        if continues:
             observation, _, _, truncated, info = self.env.step(0)
             if not (truncated or self._over()):
                 return observation, info
@@ -70,12 +70,12 @@ class _Lives(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class NextLife(_Lives):
-    """Above a preprocessing that ends episodes with lives, and breaks off the frames of a step there."""
+    """Lies directly above a preprocessing that ends episodes, and the frames of a step, when a life is lost."""
 
     @property
     @override
     def spec(self) -> Any:  # type: ignore[override]
-        """That of the game, which is made again from it without this wrapper."""
+        """The game's spec: a game that is made from it has no such wrapper yet."""
         return self.env.spec
 
     @override
@@ -127,7 +127,7 @@ class FireReset(RecordConstructorArgs, gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def _with_next_lives(env: GymEnv) -> GymEnv:
-    """An Atari game whose next lives follow its lost ones: `NextLife` is put directly above its preprocessing."""
+    """Put `NextLife` directly above a game's preprocessing, if that ends episodes with lives."""
     if ends_with_lives(env):
         return NextLife(env)
     for layer in _layers(env)[:-1]:
@@ -137,7 +137,7 @@ def _with_next_lives(env: GymEnv) -> GymEnv:
 
 
 def check_lives(vector: Any) -> None:
-    """Raise ValueError for a vector of Atari games that end episodes with lives: it begins other games then."""
+    """Raise ValueError for a vector of Atari games that end episodes with lives, since it begins new games then."""
     name, inner = "terminal_on_life_loss", vector.unwrapped
     if "ale_py" not in sys.modules or not isinstance(inner, SyncVectorEnv | AsyncVectorEnv):
         return
@@ -148,7 +148,7 @@ def check_lives(vector: Any) -> None:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy of a game and its wrappers; objects which two layers share stay shared."""
+    """A copy of a game and its wrappers; objects that two layers share stay shared."""
 
     layers: tuple[Any, ...]  # see `_layers`; these are not copied
     attributes: list[dict[str, Any]]  # a copy of each layer's attributes that may change
@@ -161,7 +161,7 @@ class _Copy:
         return cls(layers, _copied(changing, layers, layers), layers[-1].ale.cloneState(include_rng=True))
 
     def put_into(self, env: GymEnv) -> None:
-        """Bring another game, with the same wrappers, to the state of the copy; ReplayError if its wrappers differ."""
+        """Bring another game to the state of the copy; ReplayError if its wrappers differ."""
         layers = _layers(env)
         if [*map(type, layers)] != [*map(type, self.layers)]:
             raise ReplayError(f"{env} has other wrappers than {self.layers[0]}: build both in the same way")
@@ -170,32 +170,29 @@ class _Copy:
         layers[-1].ale.restoreState(self.machine)
 
     def data(self) -> dict[str, Any]:
-        """The copy as plain data; TypeError if the wrappers hold anything else that may change."""
+        """The copy as plain data; TypeError if the wrappers hold other mutable objects."""
         changing = [
             {name: value for name, value in attributes.items() if name not in _SAME and not isinstance(value, _CODE)}
             for attributes in self.attributes
         ]
-        own, names = to_data(changing, (*self.layers, self.layers[-1].ale)), [*map(_name, self.layers)]
-        return {"layers": names, "attributes": own, "machine": self.machine.__getstate__()}
+        attributes = to_data(changing, (*self.layers, self.layers[-1].ale))
+        names = [type(layer).__name__ for layer in self.layers]
+        return {"layers": names, "attributes": attributes, "machine": self.machine.__getstate__()}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any], env: GymEnv) -> _Copy:
-        """The copy from its `data`, for a game with the same wrappers; ReplayError if its wrappers differ."""
-        layers = _layers(env)
-        if (names := [*map(_name, layers)]) != (saved := data["layers"]):
+        """The inverse of `data`, for a game with the same wrappers; ReplayError if its wrappers differ."""
+        layers, saved = _layers(env), data["layers"]
+        if (names := [type(layer).__name__ for layer in layers]) != saved:
             raise ReplayError(f"{env} has the wrappers {names}, the saved game {saved}: build it with the same")
         structure, arrays = data["attributes"]
         attributes = from_data(structure, arrays, (*layers, layers[-1].ale))
         return cls(layers, attributes, sys.modules["ale_py"].ALEState(data["machine"]))
 
 
-def _name(layer: Any) -> str:
-    return type(layer).__name__
-
-
 def _copied(attributes: list[dict[str, Any]], old: Sequence[Any], new: Sequence[Any]) -> list[dict[str, Any]]:
     """A deep copy of the layers' attributes, in which references to `old` layers become references to `new` ones."""
-    memo = {id(one): other for one, other in zip((*old, old[-1].ale), (*new, new[-1].ale), strict=True)}
+    memo = {id(layer): other for layer, other in zip((*old, old[-1].ale), (*new, new[-1].ale), strict=True)}
     return copy.deepcopy(attributes, memo)
 
 
@@ -211,7 +208,7 @@ class _History:
     machine: Any = None  # ALE's state after all calls
 
     def data(self) -> dict[str, Any]:
-        copies = {name: each and each.data() for name, each in (("older", self.older), ("newer", self.newer))}
+        copies = {name: taken and taken.data() for name, taken in (("older", self.older), ("newer", self.newer))}
         return {**vars(self), **copies, "machine": self.machine.__getstate__()}
 
     @classmethod
@@ -226,7 +223,7 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
     def __init__(self, env: GymEnv) -> None:
         super().__init__(env)
         self._step = env.step
-        self._unfit: Exception | None = None  # the error of a copy, if the wrappers cannot be copied
+        self._unfit: Exception | None = None  # the error of the copy that failed, if the wrappers cannot be copied
         self._begin(_History())
 
     def _begin(self, history: _History) -> None:
@@ -248,7 +245,7 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _record(self, call: Any) -> None:
         """Add a call, an action or `_RESET`, to the history; before that, copy the game if the last copy is old."""
         if len(self._calls) >= _APART:
-            old = self._history  # of which the older copy and its calls go
+            old = self._history  # its older copy is dropped, with the calls after that
             self._begin(_History(old.seed, old.newer, self._copy(), self._calls))
         self._calls.append(call)
 
@@ -260,7 +257,7 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
             return None
 
     def changed(self) -> None:
-        """Note that a function has been called with the game."""
+        """Record a copy of the game after a function was called with it, in place of such a copy right before."""
         if self._calls and isinstance(self._calls[-1], _Copy):
             self._calls.pop()
         self._record(self._copy())
@@ -292,7 +289,7 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         raise ReplayError(f"{what}: {mend}")
 
     def _beginnings(self, history: _History, ale: Any) -> Iterator[Callable[[], Any]]:
-        """Yield functions to go back to a history's first call: for each action that ALE may repeat, sent before."""
+        """Yield functions that restore a history's beginning, one for each action that ALE may repeat there."""
         if history.older is None:
             yield partial(self.env.reset, seed=history.seed)
             return
@@ -301,7 +298,7 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         for action in dict.fromkeys((*ale.getMinimalActionSet(), *ale.getLegalActionSet())):
             ale.reset_game()  # a game that is over takes no action
             for _ in range(times):
-                ale.act(action)  # until one frame has surely taken it, so that sticky frames repeat it from then on
+                ale.act(action)  # until a frame has almost surely taken it, so that the next one may repeat it
             yield partial(history.older.put_into, self.env)
 
 
@@ -316,7 +313,7 @@ class AtariLanes(Lanes):
 
     @override
     def close(self) -> None:
-        """Close the games, and give a user's own environments back as they were before `_with_next_lives`."""
+        """Close the games, and remove `NextLife` from them, since they may be a user's own instances."""
         super().close()
         for layer in itertools.chain.from_iterable(map(_layers, self._games)):
             if isinstance(layer, gymnasium.Wrapper) and isinstance(layer.env, NextLife):
@@ -345,4 +342,4 @@ class AtariLanes(Lanes):
 
     def snapshot_from(self, data: list[dict[str, Any]]) -> list[_History]:
         """The histories from `snapshot_data`, for games with the same wrappers."""
-        return [_History.from_data(each, game.env) for each, game in zip(data, self._games, strict=True)]
+        return [_History.from_data(saved, game.env) for saved, game in zip(data, self._games, strict=True)]

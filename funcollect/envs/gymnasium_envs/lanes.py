@@ -29,7 +29,7 @@ GymVectorEnv = VectorEnv[Any, Any, Any]
 
 # By id: the environments that back a state, or did until it was closed.
 TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()
-# The types of most numbers and flags: nobody can change such a value.
+# Types of immutable numbers and flags, which need no copy.
 _FIXED = frozenset({bool, int, float, *(np.dtype(code).type for code in "?bhilqBHILQefd")})
 _NO_OPTIONS = itertools.repeat(None)
 API = "use Gymnasium's step API"
@@ -38,7 +38,7 @@ _FIVE_VALUES = f"expected the five values (observation, reward, terminated, trun
 
 @dataclass(frozen=True)
 class Made:
-    """A factory over an environment that exists."""
+    """A factory that returns an existing environment first."""
 
     env: Any
     build: Callable[[], Any]  # makes a new one
@@ -64,23 +64,23 @@ def rebuild(env: Any) -> Any:
 
 
 class _Numbers(dict[int, Any]):
-    """NumPy's numbers of a type by their values: it takes half as long to look one up as to make it."""
+    """A cache of NumPy's scalars of one type by value: a lookup takes half as long as to make one."""
 
     def __init__(self, kind: Callable[[int], Any]) -> None:
         self._kind = kind
 
     def __missing__(self, value: int) -> Any:
-        made = self._kind(value)
-        return self.setdefault(value, made) if len(self) < 1024 else made
+        number = self._kind(value)
+        return self.setdefault(value, number) if len(self) < 1024 else number
 
 
 def own_spaces(env: Any) -> tuple[Space, Space]:
-    """The spaces of observations and actions that the simulators of an environment have themselves."""
+    """The simulators' own spaces of observations and actions: see `SimulatedEnv.own_spaces`."""
     return getattr(env, "own_spaces", None) or (env.observation_space, env.action_space)
 
 
 def _decoder(spec: ActionSpec, own: Space) -> Callable[[Any], Sequence[Any]]:
-    """A function from a batch's action [P, ...] to P actions as `sample` returns them, new ones each time."""
+    """A function from a batch's action [P, ...] to P actions of the types that `sample` returns, copied each time."""
     batch: Callable[[Any], Any] = batch_decoder(spec)
     if isinstance(own, STRUCTURED):
         return lane_structures(own, batch)
@@ -110,14 +110,14 @@ class Lanes(SimulatorsBase):
         self._rows = Rows(env)
         self.observation = self._rows.arrays
 
-    takes_options = True  # whether resets take them, None or one for each lane
+    takes_options = True  # see `host_env.takes_options`
 
     @override
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], options: Sequence[Any] | None = None, /) -> None:
         resets, write, signs = self._resets, self._rows.write_lane, SIGNS.count
-        for lane, seed, own in zip(lanes, seeds, options or _NO_OPTIONS):  # noqa: B905  (these have no end)
+        for lane, seed, given in zip(lanes, seeds, options or _NO_OPTIONS):  # noqa: B905  (these have no end)
             try:
-                answer = resets[lane](seed=seed) if own is None else resets[lane](seed=seed, options=own)
+                answer = resets[lane](seed=seed) if given is None else resets[lane](seed=seed, options=given)
             except Exception as error:
                 old = isinstance(error, TypeError) and "'seed'" in str(error)
                 mend = "use Gymnasium's reset API, reset(*, seed=None, options=None)" if old else ONWARD
@@ -148,7 +148,7 @@ class Lanes(SimulatorsBase):
 
     @override
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
-        """Step lanes, and copy what each one returns before the next is stepped, which may write over it."""
+        """Step the lanes in turn; copy each lane's results at once, since the next step may write over them."""
         info_keys, signs, array = self._info_keys, SIGNS.count, np.ndarray
         views, dtypes, shape = self._rows.plain
         outcomes: list[tuple[Any, ...]] = []
@@ -222,7 +222,7 @@ class Lanes(SimulatorsBase):
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a value that may change later; the value itself if that cannot be copied, and so is no number."""
+    """A copy of a value that may change later; the value itself if it cannot be copied, and so is no number anyway."""
     if value.__class__ in _FIXED:
         return value
     try:
@@ -232,7 +232,7 @@ def _copied(value: Any) -> Any:
 
 
 def bad_reset(where: str, answer: Any) -> EnvError:
-    """The EnvError for what a reset returned."""
+    """The EnvError for a reset that returned anything else than two values."""
     says = "expected the two values (observation, info): use Gymnasium's reset API"
     return EnvError(f"{where}: reset returned {shown(answer)}, {says}")
 

@@ -16,7 +16,7 @@ from gymnasium.vector.async_vector_env import AsyncState
 from typing_extensions import override
 
 from funcollect.arguments import check_choice
-from funcollect.envs.base import AUTORESET_MODES, autoreset_mode, info_place
+from funcollect.envs.base import AUTORESET_MODES, FINAL, autoreset_mode, info_place
 from funcollect.envs.gymnasium_envs.lanes import API, TAKEN, Made, bad_reset, no_info_key, own_spaces, rebuild
 from funcollect.envs.host import host_env
 from funcollect.envs.host.host_env import ONWARD, Opener, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
@@ -29,7 +29,6 @@ from funcollect.tree import Path
 
 GAMES = "AtariVectorEnv"  # of ale-py, which takes one seed for each lane that is reset
 _MASKED = ("SyncVectorEnv", "AsyncVectorEnv", GAMES)  # whose resets take a mask in every mode
-_FINAL = ("final_obs", "final_observation")  # in the infos: Gymnasium's name, and its older one
 _TO_DIE = 1.0  # seconds that a process may take to end after its pipe was closed
 
 
@@ -51,17 +50,17 @@ def over_vector(
     if mode == "NEXT_STEP" and not masked:
         return partial(LateLanes, made, max_carry), "lane", False
     kind = SelfResettingLanes if mode == "SAME_STEP" else VectorLanes
-    alone = mode == "SAME_STEP" or games  # its generators go on from episode to episode
-    return partial(kind, made), "lane" if alone else "episode", not alone
+    unseeded = mode == "SAME_STEP" or games  # its resets take no seed for each episode
+    return partial(kind, made), "lane" if unseeded else "episode", not unseeded
 
 
 def is_of_kind(vector: Any, *names: str) -> bool:
-    """Whether a class of the environment inside has one of these names."""
+    """Whether the innermost environment's class, or a base of it, has one of these names."""
     return any(kind.__name__ in names for kind in type(vector.unwrapped).__mro__)
 
 
 class VectorLanes(SimulatorsBase):
-    """A vector environment, stepped as a whole, and reset by masks: before the next step if that would reset a lane."""
+    """A vector environment that is stepped as a whole, and reset by masks before a step would reset a lane."""
 
     resets_itself = False  # whether an episode begins in the step in which another ends
     seeds_lanes = True  # whether a reset takes a seed for each lane, also without Gymnasium's masks
@@ -85,22 +84,22 @@ class VectorLanes(SimulatorsBase):
         if not lanes:
             return  # Gymnasium takes no empty mask
         mask = np.isin(np.arange(self._env.num_envs), lanes)
-        given = dict(zip(lanes, seeds, strict=True))
-        by_lane: Any = [given.get(lane) for lane in range(self._env.num_envs)]
+        seed_of = dict(zip(lanes, seeds, strict=True))
+        seed: Any = [seed_of.get(lane) for lane in range(self._env.num_envs)]
         if self._games:
-            numbers = (given[lane] for lane in sorted(given))
-            by_lane = np.array([-1 if seed is None else seed % 2**31 for seed in numbers])
+            ordered = (seed_of[lane] for lane in sorted(seed_of))
+            seed = np.array([-1 if number is None else number % 2**31 for number in ordered])
         elif not (self._takes_masks or self.seeds_lanes):
-            by_lane = seeds[0]  # of all lanes together
+            seed = seeds[0]  # of all lanes together
         if self._broken_off and mask.all() and isinstance(self._env, AsyncVectorEnv):
             self._end_processes()  # they accept no call, since an answer is pending or a process has ended
             self._env = self._rebuild()
         some = self._started and not mask.all()
         self._broken_off = True
         try:
-            answer = self._env.reset(seed=by_lane, options={"reset_mask": mask} if some else None)
+            answer = self._env.reset(seed=seed, options={"reset_mask": mask} if some else None)
         except Exception as error:
-            raise self._failed(f"lanes {list(lanes)}: reset(seed={by_lane})", error) from error
+            raise self._failed(f"lanes {list(lanes)}: reset(seed={seed})", error) from error
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise bad_reset("the vector environment", answer)
         self._started = True
@@ -116,9 +115,9 @@ class VectorLanes(SimulatorsBase):
         self._broken_off = True
         try:
             if not everyone and not self.resets_itself and self._takes_masks:
-                over = self._ended & np.isin(np.arange(len(self._ended)), lanes, invert=True)
-                if over.any():
-                    self._env.reset(options={"reset_mask": over})  # Gymnasium forbids to step a lane after its end
+                finished = self._ended & np.isin(np.arange(len(self._ended)), lanes, invert=True)
+                if finished.any():
+                    self._env.reset(options={"reset_mask": finished})  # Gymnasium forbids to step a lane after its end
             observation, *answer, info = self._env.step(actions)
         except Exception as error:
             raise self._failed("the vector environment: step", error) from error
@@ -126,7 +125,7 @@ class VectorLanes(SimulatorsBase):
         outcome = self._checked(answer)
         flags = outcome[1:] > 0
         self._ended = np.any(flags, axis=0)
-        if not self.resets_itself and any(name in info for name in _FINAL) and self._ended.any():
+        if not self.resets_itself and any(name in info for name in FINAL) and self._ended.any():
             what = "the vector environment begins other episodes in the step of an end, as its infos show"
             raise EnvError(f"{what}, expected that of SAME_STEP alone: declare or pass that mode; {ONWARD}")
         picked = self._pick(info)
@@ -137,6 +136,7 @@ class VectorLanes(SimulatorsBase):
         return outcome[0].tolist(), flags[0].tolist(), flags[1].tolist(), picked
 
     def _observe(self, observation: Any, info: Mapping[str, Any], lanes: Sequence[int]) -> None:
+        """Write the observations of these lanes after a step."""
         self._rows.write_batch(observation, lanes, of_all=True)
 
     def _checked(self, answer: Sequence[Any]) -> npt.NDArray[np.float64]:
@@ -165,7 +165,7 @@ class VectorLanes(SimulatorsBase):
         return picked
 
     def _failed(self, call: str, error: Exception) -> EnvError:
-        """The EnvError for a `call`, in words, that raised. If a process has ended, it names that one instead."""
+        """The EnvError for a `call`, in words, that raised; if a process has ended, the error names that instead."""
         if isinstance(self._env, AsyncVectorEnv) and isinstance(error, (EOFError, OSError)):
             ended = wait([process.sentinel for process in self._env.processes], _TO_DIE)
             for lane, process in enumerate(self._env.processes):
@@ -196,21 +196,21 @@ class VectorLanes(SimulatorsBase):
 
 
 class SelfResettingLanes(VectorLanes):
-    """A vector environment that begins an episode in the step in which another ends; others begin by masks, or all."""
+    """A vector environment that begins an episode in the step in which another ends, and else by masks or for all."""
 
     resets_itself, seeds_lanes = True, False
-    _begun: Mapping[Path, Any] = MappingProxyType({})  # the rows [P, ...] after the last step, begun episodes included
+    _begun: Mapping[Path, Any] = MappingProxyType({})  # [P, ...]: first observations of episodes that the step began
 
     @override
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
         asked = [*zip(lanes, seeds, strict=True)]
-        others = [(lane, seed) for lane, seed in asked if not (self._started and self._ended[lane])]
-        if others and self._started and not self._takes_masks and len(lanes) < self._env.num_envs:
-            raise _no_reset([lane for lane, _ in others])
-        if others:
-            others = others if self._takes_masks else asked
-            super().reset(*zip(*others, strict=True))
-        for lane in {*lanes} - {lane for lane, _ in others}:
+        missing = [(lane, seed) for lane, seed in asked if not (self._started and self._ended[lane])]
+        if missing and self._started and not self._takes_masks and len(lanes) < self._env.num_envs:
+            raise _no_reset([lane for lane, _ in missing])
+        if missing:
+            missing = missing if self._takes_masks else asked
+            super().reset(*zip(*missing, strict=True))
+        for lane in {*lanes} - {lane for lane, _ in missing}:
             self._ended[lane] = False
             for path, rows in self.observation.items():
                 rows[lane] = self._begun[path][lane]
@@ -221,16 +221,16 @@ class SelfResettingLanes(VectorLanes):
         if not (ended := [lane for lane in lanes if self._ended[lane]]):
             return
         self._begun = {path: rows.copy() for path, rows in self.observation.items()}
-        if (name := next((name for name in _FINAL if name in info), None)) is None:
+        if (name := next((name for name in FINAL if name in info), None)) is None:
             what = "the vector environment begins other episodes itself and does not report the last observations"
             mend = f"add them there, or pass another autoreset_mode; {ONWARD}"
-            raise EnvError(f"{what}, expected them in the infos as {_FINAL[0]!r}: {mend}")
+            raise EnvError(f"{what}, expected them in the infos as {FINAL[0]!r}: {mend}")
         for lane in ended:
             self._rows.write_lane(lane, map_leaves(lambda _, rows: rows[lane], info[name]))  # noqa: B023  (at once)
 
     @override
     def _pick(self, info: dict[str, Any]) -> list[tuple[Any, ...]]:
-        """The infos of lanes that ended come from ``"final_info"``."""
+        """As above, but those of lanes that ended come from ``"final_info"``."""
         if not (self._info_keys and self._ended.any()):
             return super()._pick(info)
         columns, final = [], info.get("final_info", {})
@@ -247,14 +247,15 @@ class SelfResettingLanes(VectorLanes):
 
 
 class LateLanes(VectorLanes):
-    """A vector environment that resets lanes in the step after their end, which moves all others on."""
+    """A vector environment that resets lanes in the step after their end, which also steps all others."""
 
     least_ready, seeds_lanes = 1, False
 
     def __init__(self, made: Made, max_carry: int, env: SimulatedEnv) -> None:
         super().__init__(made, env)
         self.most_ahead, spec = max_carry, env.action_spec
-        self._unread = torch.zeros(self._env.num_envs, *spec.shape, dtype=spec.dtype).numpy() + spec.bounds[0].numpy()
+        # Valid actions [P, ...] for a step that resets all lanes, and ignores them.
+        self._ignored = torch.zeros(self._env.num_envs, *spec.shape, dtype=spec.dtype).numpy() + spec.bounds[0].numpy()
 
     @property
     def busy(self) -> set[int]:
@@ -276,9 +277,9 @@ class LateLanes(VectorLanes):
         self._sent = lanes, action
 
     def receive_some(self, least: int, /) -> tuple[Sequence[int], Outcome]:
-        """Step all lanes; return those whose step was none of a reset."""
+        """Step all lanes; return those of `send_some`, since the step has reset the others."""
         lanes, action = self._sent
-        outcome = self.step(lanes, action) if lanes else self.step(range(self._env.num_envs), self._unread)
+        outcome = self.step(lanes, action) if lanes else self.step(range(self._env.num_envs), self._ignored)
         self._late[:] = False
         return lanes, outcome
 
@@ -289,7 +290,7 @@ class LateLanes(VectorLanes):
     @override
     def _checked(self, answer: Sequence[Any]) -> npt.NDArray[np.float64]:
         outcome = super()._checked(answer)
-        if outcome[1:, self._late].any():  # of a reset; some vectors leave a reward there
+        if outcome[1:, self._late].any():  # only the flags: some vectors leave a reward in the step of a reset
             what = f"lanes {self._late.nonzero()[0].tolist()}: the step after an end ends again"
             raise EnvError(f"{what}, expected that of a reset: correct autoreset_mode, which is NEXT_STEP; {ONWARD}")
         return outcome

@@ -1,4 +1,4 @@
-"""Environments whose simulators are Python objects, rows of observations, and checks of the simulators' results."""
+"""Environments over simulators in Python: base classes, rows of observations, and checks of results."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from funcollect.tree import Path
 
 Array = npt.NDArray[Any]
 Opener = Callable[["SimulatedEnv"], Simulators]  # makes the simulators of an adapted environment, once for each state
-OpenerOf = Callable[[int, int], Opener]  # opens the lanes ``first … end - 1``
+OpenerOf = Callable[[int, int], Opener]  # the opener of the lanes ``first … end - 1``
 
 ONWARD = "correct that, or begin new episodes with funcollect.recover(env, state), as a collector does by itself"
 
 
 def without_advice(message: str) -> str:
-    """The message of an error for a reader who cannot follow `ONWARD`, since the environment lives in a worker."""
+    """An error's message without the advice `ONWARD`, which nobody can follow for environments in workers."""
     return message.removesuffix(ONWARD).removesuffix(": ").removesuffix("; ")
 
 
@@ -48,7 +48,7 @@ class Camera(NamedTuple):
 
 _NUMBERS = {float, int, np.float64, np.float32}
 _FLAGS = {bool, np.bool_}
-NOT_RECORDED = (TypeError, ValueError, OverflowError, RuntimeError)  # of values that are no numbers, or too large
+NOT_RECORDED = (TypeError, ValueError, OverflowError, RuntimeError)  # raised by values that no array can hold
 
 
 def check_outcome(outcome: Outcome, lanes: Sequence[int]) -> None:
@@ -60,12 +60,13 @@ def check_outcome(outcome: Outcome, lanes: Sequence[int]) -> None:
 
 
 def bad_outcome(outcome: Outcome, lanes: Sequence[int]) -> EnvError:
-    """The error for an outcome that could not be recorded, for one of the reasons in `NOT_RECORDED`."""
+    """The error for an outcome whose recording raised one of `NOT_RECORDED`; it names the first bad value."""
     says = f"step returned {shown(outcome, 200)}, expected one reward and two flags per lane: correct that"
     return _fault(outcome, lanes) or EnvError(says)
 
 
 def _fault(outcome: Outcome, lanes: Sequence[int]) -> EnvError | None:
+    """The error for the first reward or flag of another type; None if there is none."""
     flag = ("biu", "a bool: return (observation, reward, terminated, truncated, info)")
     wanted = {"reward": ("biuf", "a number: return a float"), "terminated": flag, "truncated": flag}
     for (name, (kinds, expected)), values in zip(wanted.items(), outcome, strict=False):
@@ -80,7 +81,7 @@ def _fault(outcome: Outcome, lanes: Sequence[int]) -> EnvError | None:
 
 
 def bad_info(key: str, values: Column, error: Exception) -> EnvError:
-    """The EnvError for an info key whose values, one for each lane, are no arrays of one shape."""
+    """The EnvError for an info key whose values, one for each lane, cannot be stacked to an array."""
     if isinstance(values[0], Mapping):
         names = info_names(values[0], f"{key}.")
         return EnvError(f"the info key {key!r} holds a dict, expected numbers or arrays: name its keys, as {names}")
@@ -133,7 +134,7 @@ class HostEnvBase(EnvBase, ABC):
 
     @abstractmethod
     def open(self) -> Simulators:
-        """Make live simulators, which are not reset yet."""
+        """Make live simulators, without a reset."""
 
 
 def observation_rows(env: Env) -> dict[Path, npt.NDArray[Any]]:
@@ -204,19 +205,19 @@ class SimulatedEnv(AdaptedEnv):
     primers: Mapping[Path, Tensor] = field(default_factory=dict)
     backend: Literal["host"] = "host"
     workers: LaneWorkers | None = None  # the processes that the simulators live in; None for this process
-    open_group: OpenerOf | None = None  # what opens the simulators of some lanes in a worker
-    first_lane: int = 0  # in a worker: what messages call the first lane
-    memory: Mapping[Path, Array] | None = None  # in a worker: where observations are written
-    own_spaces: tuple[Space, Space] | None = None  # of the simulators' observations and actions: see `plain_spaces`
-    spec: EnvSpec | None = None  # by which Gymnasium made each lane
+    open_group: OpenerOf | None = None  # with workers: returns the opener of a worker's lanes
+    first_lane: int = 0  # in a worker: the number of its first lane among all lanes
+    memory: Mapping[Path, Array] | None = None  # in a worker: where observations are written, [P, ...] by path
+    own_spaces: tuple[Space, Space] | None = None  # of observations and actions, before `plain_spaces` changed them
+    spec: EnvSpec | None = None  # from which Gymnasium made each lane
 
     def open(self) -> Simulators:
-        """Make live simulators, which are not reset yet."""
+        """Make live simulators, without a reset."""
         return self.opener(self)
 
 
 def takes_options(simulators: Any) -> bool:
-    """Whether resets take a third argument, None or Gymnasium's options for each lane."""
+    """Whether `reset` takes a third argument: Gymnasium's options, or None, for each lane."""
     return bool(getattr(simulators, "takes_options", False))
 
 
@@ -241,26 +242,26 @@ def batch_decoder(spec: ActionSpec) -> Callable[[Any], Array]:
 
 
 def of_everyone(action: Any, lanes: Sequence[int], num_envs: int) -> Any:
-    """Actions [P, ...] of all lanes, from [k, ...] of these: for simulators that only step all lanes together."""
-    everyone = action[[0] * num_envs]
+    """Extend the actions [k, ...] of some lanes to [P, ...], for simulators that only step all lanes together."""
+    everyone = action[[0] * num_envs]  # the other lanes get any valid action
     everyone[list(lanes)] = action
     return everyone
 
 
 class LeafRows:
-    """The current rows of one leaf, in `array` [P, *shape], which is aligned, since Torch's bits depend on that.
+    """The current rows of one leaf, in `array` [P, *shape], which is aligned: Torch's results depend on alignment.
 
-    All methods raise EnvError for other shapes and dtypes: NumPy's assignment broadcasts and truncates silently.
+    Its methods raise EnvError for other shapes and dtypes, where NumPy's assignment would broadcast and truncate.
     """
 
     def __init__(self, leaf: Leaf, array: Array, first_lane: int) -> None:
         self.leaf, self.array, self._first_lane = leaf, array, first_lane
         casting: Literal["same_kind", "safe"] = "same_kind" if leaf.dtype.kind == "f" else "safe"
-        dtypes = [np.dtype(kind) for kind in "?bhilqBHILQefd"]
+        dtypes = [np.dtype(code) for code in "?bhilqBHILQefd"]
         self.dtypes = {dtype for dtype in dtypes if np.can_cast(dtype, leaf.dtype, casting)}  # accepted as is
 
     def write_batch(self, values: Any, lanes: Sequence[int] | Array | None = None, *, of_all: bool = False) -> None:
-        """Write an array [P, *shape], or the rows of k lanes from [k, *shape] or, if it is `of_all`, [P, *shape]."""
+        """Write `values` [P, *shape], or those of k lanes: [k, *shape], or their rows of [P, *shape] with `of_all`."""
         wanted = self.array.shape if lanes is None or of_all else (len(lanes), *self.leaf.shape)
         values = self._as_array("the vector environment", values, wanted)
         if lanes is not None and of_all:
@@ -277,16 +278,16 @@ class LeafRows:
         if getattr(value, "dtype", None) in self.dtypes and value.shape == self.leaf.shape:
             self.array[lane] = value
             return
-        given = self._as_array(f"lane {self._first_lane + lane}", value, self.leaf.shape)
+        row = self._as_array(f"lane {self._first_lane + lane}", value, self.leaf.shape)
         dtype = self.leaf.dtype
-        integers = {given.dtype.kind, dtype.kind} <= set("iub")
-        if given.dtype not in self.dtypes and not (integers and (given.astype(dtype) == given).all()):
-            what = f"lane {self._first_lane + lane}: observation {self.leaf.name!r} has dtype {given.dtype}"
+        integers = {row.dtype.kind, dtype.kind} <= set("iub")
+        if row.dtype not in self.dtypes and not (integers and (row.astype(dtype) == row).all()):
+            what = f"lane {self._first_lane + lane}: observation {self.leaf.name!r} has dtype {row.dtype}"
             raise EnvError(f"{what}, its space wants {dtype}: correct the space's dtype or cast the observation")
-        self.array[lane] = given
+        self.array[lane] = row
 
     def _as_array(self, where: str, value: Any, shape: tuple[int, ...]) -> Array:
-        """The value as an array; EnvError, which names the place `where`, unless it has this shape."""
+        """The value as an array; EnvError that begins with `where` if it has another shape."""
         try:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -305,20 +306,20 @@ class TextRows(LeafRows):
     @override
     def write_batch(self, values: Any, lanes: Sequence[int] | Array | None = None, *, of_all: bool = False) -> None:
         """Write the texts of P lanes, or of k lanes; `of_all` as in `LeafRows`."""
-        for number, lane in enumerate(range(len(self.array)) if lanes is None else lanes):
-            self.write_lane(lane, values[lane if of_all else number])
+        for index, lane in enumerate(range(len(self.array)) if lanes is None else lanes):
+            self.write_lane(lane, values[lane if of_all else index])
 
     @override
     def write_lane(self, lane: int, value: Any) -> None:
-        """Write the bytes of a text, and zeros after them; EnvError for a longer one."""
+        """Write the bytes of a text, padded with zeros; EnvError for a text that is too long."""
         if not isinstance(value, str):
             what = f"lane {self._first_lane + lane}: observation {self.leaf.name!r} is {form(value)}"
             raise EnvError(f"{what}, its space wants a str: correct the space or the observation")
-        given, row = np.frombuffer(value.encode(), np.uint8), self.array[lane]
-        if len(given) > len(row):
-            what = f"lane {self._first_lane + lane}: the text of observation {self.leaf.name!r} has {len(given)} bytes"
-            raise EnvError(f"{what}, expected at most {len(row)}: pass text={len(given)} or more")
-        row[: len(given)], row[len(given) :] = given, 0
+        text, row = np.frombuffer(value.encode(), np.uint8), self.array[lane]
+        if len(text) > len(row):
+            what = f"lane {self._first_lane + lane}: the text of observation {self.leaf.name!r} has {len(text)} bytes"
+            raise EnvError(f"{what}, expected at most {len(row)}: pass text={len(text)} or more")
+        row[: len(text)], row[len(text) :] = text, 0
 
 
 class Rows:
@@ -330,12 +331,12 @@ class Rows:
         arrays = env.memory or observation_rows(env)
         parts = disassemble(self.space, self.space)  # a Dict or Tuple space is indexed like its observations
         kinds = [TextRows if isinstance(part, TextBox) else LeafRows for part in parts]
-        given = zip(kinds, leaves, strict=True)
-        self.leaves = tuple(kind(leaf, arrays[leaf.path], env.first_lane) for kind, leaf in given)
+        pairs = zip(kinds, leaves, strict=True)
+        self.leaves = tuple(kind(leaf, arrays[leaf.path], env.first_lane) for kind, leaf in pairs)
         self.arrays = {rows.leaf.path: rows.array for rows in self.leaves}  # [P, ...] each: always the same memory
-        plain = len(self.leaves) == 1 and leaves[0].path == ("observation",)  # no Dict or Tuple to take apart
+        plain = len(self.leaves) == 1 and leaves[0].path == ("observation",)  # not a Dict or a Tuple
         self.write_lane: Callable[[int, Any], None] = self.leaves[0].write_lane if plain else self._write_lane
-        # The rows, and the dtypes and the shape that go into them as they are; no dtypes for a Dict or a Tuple.
+        # For plain spaces: a view of each lane's row, and the dtypes and the shape of arrays that need no conversion.
         self.plain: tuple[list[Array], set[np.dtype[Any]], tuple[int, ...]] = ([], set(), ())
         if plain:
             (only,) = self.leaves
@@ -346,7 +347,7 @@ class Rows:
             rows.write_lane(lane, value)
 
     def write_batch(self, observations: Any, lanes: Sequence[int] | Array | None = None, of_all: bool = False) -> None:
-        """Write a vector environment's observation, whose leaves `LeafRows.write_batch` describes."""
+        """Write a vector environment's observation; see `LeafRows.write_batch` for its leaves."""
         for rows, values in zip(self.leaves, self._parts(None, observations), strict=True):
             rows.write_batch(values, lanes, of_all=of_all)
 

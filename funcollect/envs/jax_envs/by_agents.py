@@ -1,4 +1,4 @@
-"""Functions of the agents of a lane in JAX, by group, as the two functions of one lane that loops take."""
+"""JAX environments of several agents: functions over dicts by group become the functions of a lane that loops take."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ ByGroup = Mapping[str, Any]  # by group, [n, ...]
 class AgentsState(NamedTuple):
     """The state of a lane with agents."""
 
-    own: Any  # the environment's, a pytree
-    over: ByGroup  # of groups whose agents come and go, who was terminated and who truncated: [2, n] bool
+    own: Any  # the environment's state, a pytree
+    over: ByGroup  # for groups whose agents come and go, their flags, terminated and truncated: [2, n] bool
 
 
 class AgentFunctions(NamedTuple):
-    """What a loop takes for an environment with groups."""
+    """One lane of an environment with groups, as loops take it."""
 
     reset: Callable[[Any, Any], tuple[Any, Any]]
     step: Callable[[Any, Any, Any, Any], Transition]
     observation_space: Space
     action_spec: GroupedSpec
-    info_keys: list[str]  # those of rewards
+    info_keys: list[str]  # of the groups' rewards
 
 
 def lane_of(
@@ -47,11 +47,11 @@ def lane_of(
 ) -> AgentFunctions:
     """Make one lane of an environment whose functions take and return dicts by group.
 
-    `reset` returns the state and observations [n, ...], `step` gets actions [n, ...] and returns observations, rewards
-    [n], both flags, bool [n] by group or [] for all, and infos, by group those of agents. A flag of an agent stays True
-    until it comes back. `order` are the names of all agents, by default by group.
+    `reset` returns the state and observations [n, ...]; `step` gets actions [n, ...], and returns observations, rewards
+    [n], both flags, bool [n] by group or [] for all, and infos, those of agents by group. An agent's flag stays True
+    until the agent comes back. `order` are the names of all agents, by default group after group.
 
-    Raises TypeError for groups that are none, or whose actions do not go together.
+    Raises TypeError for values that are no groups, or groups with different kinds of actions.
     """
     check_kind("groups", groups, Mapping, 'pass for example {"ant": funcollect.envs.Group(…)}')
     for group in groups.values():
@@ -60,13 +60,13 @@ def lane_of(
     spec, jnp = agents.action_spec(groups, names), import_jax().numpy
 
     def observed(rows: Any, ends: ByGroup, function: str) -> dict[str, Any]:
-        given = _by_group(groups, rows, f"observation that {function} of {label} returned")
-        whole: dict[str, Any] = {} if state_space is None else {STATE: given.get(STATE)}
+        rows = _by_group(groups, rows, f"observation that {function} of {label} returned")
+        nodes: dict[str, Any] = {} if state_space is None else {STATE: rows.get(STATE)}
         for name, group in groups.items():
-            whole[name] = {"observation": given[name]} | {flag: ends[name][i, :, None] for i, flag in enumerate(FLAGS)}
+            nodes[name] = {"observation": rows[name]} | {flag: ends[name][i, :, None] for i, flag in enumerate(FLAGS)}
             if group.comes_and_goes:
-                whole[name][PRESENT] = ~ends[name].any(0)
-        return whole
+                nodes[name][PRESENT] = ~ends[name].any(0)
+        return nodes
 
     def begun(key: Any, params: Any) -> tuple[Any, Any]:
         own, rows = checked_start(label, reset(key, params))
@@ -91,21 +91,22 @@ def lane_of(
                 rows[name] = agents.there(rows[name], ~absent | ~ends[name].any(0))
                 reward = jnp.where(absent, 0, reward)
             total += reward.sum()
-            own = {**after.info.get(name, {}), REWARD: reward}
-            infos |= {f"{name}.{key}": value for key, value in own.items()}
-        whole = jnp.concatenate([*ends.values()], -1)  # [2, agents]
-        terminated = whole[0].all()
-        truncated = whole.any(0).all() & ~terminated
+            of_group = {**after.info.get(name, {}), REWARD: reward}
+            infos |= {f"{name}.{key}": value for key, value in of_group.items()}
+        of_agents = jnp.concatenate([*ends.values()], -1)  # [2, agents]
+        terminated = of_agents[0].all()
+        truncated = of_agents.any(0).all() & ~terminated
         seen = observed(rows, ends, "step")
         return Transition(AgentsState(after.env_state, over), seen, total, terminated, truncated, infos)
 
-    for made, own in ((begun, reset), (moved, step)):
-        vars(made)["__wrapped__"] = own  # for `inspect.unwrap`
+    for function, wrapped in ((begun, reset), (moved, step)):
+        vars(function)["__wrapped__"] = wrapped  # for `inspect.unwrap`
     info_keys = [f"{name}.{REWARD}" for name in groups]
     return AgentFunctions(begun, moved, agents.observation_space(groups, state_space), spec, info_keys)
 
 
 def _by_group(groups: Mapping[str, Group], value: Any, what: str) -> ByGroup:
+    """The value; EnvError unless it is a dict with all groups."""
     if not isinstance(value, Mapping) or not groups.keys() <= value.keys():
         got = [*value] if isinstance(value, Mapping) else form(value)
         wanted = f"a dict with the groups {[*groups]}: return an array [n, ...] for each"
@@ -114,15 +115,14 @@ def _by_group(groups: Mapping[str, Group], value: Any, what: str) -> ByGroup:
 
 
 def _flags(label: str, groups: Mapping[str, Group], value: Any) -> ByGroup:
-    """One kind of flags by group [n], of those given for each agent, or for all."""
-    jnp, made = import_jax().numpy, {}
+    """One kind of flags by group, [n] bool each, from flags by group, or from one flag for all agents."""
+    jnp, flags = import_jax().numpy, {}
     rows = value if isinstance(value, Mapping) else dict.fromkeys(groups, value)
-    for name, given in _by_group(groups, rows, f"flag that step of {label} returned").items():
-        flag = jnp.asarray(given)
+    for name, row in _by_group(groups, rows, f"flag that step of {label} returned").items():
+        flag = jnp.asarray(row)
         if flag.dtype != bool or flag.shape not in ((), (groups[name].n,)):
             wanted = f"bool [] or [{groups[name].n}]: compare, as in x > 2; reward comes before the two flags"
-            raise EnvError(
-                f"the flag of {name!r} that step of {label} returned is {dtypes_and_shapes(flag)}, expected {wanted}"
-            )
-        made[name] = jnp.broadcast_to(flag, groups[name].n)
-    return made
+            what = f"the flag of {name!r} that step of {label} returned is {dtypes_and_shapes(flag)}"
+            raise EnvError(f"{what}, expected {wanted}")
+        flags[name] = jnp.broadcast_to(flag, groups[name].n)
+    return flags

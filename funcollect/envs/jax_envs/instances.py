@@ -1,7 +1,7 @@
 """Adapters over instances that keep their parameters in attributes: brax, MuJoCo Playground and jumanji.
 
 See https://github.com/google/brax, https://github.com/google-deepmind/mujoco_playground and
-https://github.com/instadeepai/jumanji. A step with other parameters is that of a copy, made while JAX traces.
+https://github.com/instadeepai/jumanji. For other parameters, JAX traces the step of a changed copy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _JUMANJI_FPS = 5  # as jumanji's own animations have
 
 
 def _copy_with(env: Any, wrapped: str, change: Callable[[Any], None]) -> Any:
-    """A copy of a suite's environment, changed under its wrappers, which hold it as `wrapped`: for one trace."""
+    """A copy, for one trace, in which the innermost environment is changed; wrappers hold it as `wrapped`."""
     copied = copy.copy(env)
     if wrapped in vars(env):
         setattr(copied, wrapped, _copy_with(getattr(env, wrapped), wrapped, change))
@@ -102,18 +102,18 @@ def from_playground(
 
 
 def _over_states(label: str, raw: Any, physics: str, *drawn: Any, **given: Any) -> FunctionsEnv:
-    """Adapt an environment whose states have `obs`, `reward` and `done`; `physics` is its attribute of parameters."""
+    """Adapt an environment whose parameters are its attribute `physics`; `drawn` is for `mujoco_renderer`."""
     refuse_wrapped(label, raw, "env", _TRAINING, "pass env.unwrapped")
 
-    def under(params: Any) -> Any:
+    def with_physics(params: Any) -> Any:
         return raw if params is None else _copy_with(raw, "env", lambda inner: setattr(inner, physics, params))
 
     def reset(key: Any, params: Any) -> tuple[Any, Any]:
-        state = under(params).reset(key)
+        state = with_physics(params).reset(key)
         return state, state.obs
 
     def step(_: Any, env_state: Any, action: Any, params: Any) -> Transition:
-        state = under(params).step(env_state, action)
+        state = with_physics(params).step(env_state, action)
         return Transition(state, state.obs, state.reward, state.done > 0, False, state.metrics)
 
     def renderer() -> Any:
@@ -127,7 +127,7 @@ def _over_states(label: str, raw: Any, physics: str, *drawn: Any, **given: Any) 
 
 @contextmanager
 def mujoco_renderer(model: Any, dt: float, physics: str, names: Mapping[str, str]) -> Iterator[Renderer]:
-    """Draw states by MuJoCo; `names` lead from attributes of `MjData` to those of the state's `physics`."""
+    """Draw states by MuJoCo; `names` map attributes of `MjData` to those of the state's attribute `physics`."""
     mujoco = import_extra("mujoco", "MuJoCo", "jax-envs")
     windowed = sys.platform == "linux" and os.environ.get("MUJOCO_GL", "").lower() not in ("egl", "osmesa")
     if windowed and not ({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):  # MuJoCo might end the process
@@ -139,11 +139,11 @@ def mujoco_renderer(model: Any, dt: float, physics: str, names: Mapping[str, str
     with closing(mujoco.Renderer(model, height=_HEIGHT, width=_WIDTH)) as renderer:
 
         def draw(env_state: Any, _: Any) -> Any:
-            given = getattr(env_state, physics)
-            for name, own in names.items():
-                setattr(data, name, np.asarray(getattr(given, own)))
-            if data.mocap_pos.size and hasattr(given, "mocap_pos"):  # moved from outside, as targets are
-                data.mocap_pos, data.mocap_quat = np.asarray(given.mocap_pos), np.asarray(given.mocap_quat)
+            source = getattr(env_state, physics)
+            for name, attribute in names.items():
+                setattr(data, name, np.asarray(getattr(source, attribute)))
+            if data.mocap_pos.size and hasattr(source, "mocap_pos"):  # of bodies that the environment moves, as targets
+                data.mocap_pos, data.mocap_quat = np.asarray(source.mocap_pos), np.asarray(source.mocap_quat)
             mujoco.mj_forward(model, data)
             renderer.update_scene(data, camera=camera)
             return np.array(renderer.render())
@@ -201,7 +201,7 @@ def from_jumanji(
 
 
 def _plain(space: Space, observation: Any) -> Any:
-    """The observation with its named tuples and dataclasses as dicts."""
+    """The observation with dicts in place of named tuples and dataclasses."""
     if not isinstance(space, spaces.Dict):
         return observation
     part = observation.__getitem__ if isinstance(observation, Mapping) else partial(getattr, observation)
@@ -209,6 +209,7 @@ def _plain(space: Space, observation: Any) -> Any:
 
 
 def _space(spec: Any) -> Space:
+    """The space for one of jumanji's specs; TypeError if there is none."""
     match type(spec).__name__:
         case "DiscreteArray":
             return spaces.Discrete(int(spec.num_values))
@@ -232,16 +233,16 @@ def _generators(env: Any) -> dict[str, Any]:
 
 def _attribute(holder: Any, name: str) -> str | None:
     """The attribute with this name, or with an underscore before it; None if there is none."""
-    return next((each for each in (name, f"_{name}") if each in vars(holder)), None)
+    return next((attribute for attribute in (name, f"_{name}") if attribute in vars(holder)), None)
 
 
 def _with_numbers(env: Any, numbers: Mapping[str, Any] | None) -> Any:
-    """A copy of an environment with other numbers in it, its generator or both; for None the environment itself."""
+    """A copy of an environment with other numbers in itself, its generator or both; the environment for None."""
 
     def change(copied: Any) -> None:
-        own = {name: copy.copy(generator) for name, generator in _generators(copied).items()}
-        vars(copied).update(own)
-        for holder in (copied, *own.values()):
+        generators = {name: copy.copy(generator) for name, generator in _generators(copied).items()}
+        vars(copied).update(generators)
+        for holder in (copied, *generators.values()):
             for name, value in (numbers or {}).items():
                 if attribute := _attribute(holder, name):
                     setattr(holder, attribute, value)
@@ -250,7 +251,7 @@ def _with_numbers(env: Any, numbers: Mapping[str, Any] | None) -> Any:
 
 
 def _number(raw: Any, name: str) -> Any:
-    """The value of a number; ValueError if there is none, if environment and generator differ, or if it has to stay."""
+    """A number by its name; ValueError if there is none, if it is another in the generator, or if it cannot change."""
     env, holders = raw.unwrapped, [raw.unwrapped, *_generators(raw.unwrapped).values()]
     found = [vars(holder)[attribute] for holder in holders if (attribute := _attribute(holder, name))]
     if not found or not all(isinstance(value, _NUMBERS) for value in found):
@@ -269,21 +270,21 @@ def _number(raw: Any, name: str) -> Any:
 
 
 def _why_fixed(env: Any, name: str, number: Any) -> str:
-    """Why JAX cannot trace a number, whose value jumanji reads while it is traced, or not at all; empty if it can."""
+    """Why a number cannot change: jumanji needs its value while JAX traces, or never reads it. Empty if it can."""
     jax = import_jax()
     key, action = jax.ShapeDtypeStruct((2,), np.uint32), env.action_spec.generate_value()
     value = jax.ShapeDtypeStruct((), jax.numpy.asarray(number).dtype)
 
     def first_step(key: Any, value: Any) -> Any:
-        own = _with_numbers(env, None if value is None else {name: value})
-        begun = own.reset(key)
-        return begun, own.step(begun[0], action)
+        changed = _with_numbers(env, None if value is None else {name: value})
+        begun = changed.reset(key)
+        return begun, changed.step(begun[0], action)
 
     with own_generator():
         wanted = jax.eval_shape(lambda key: first_step(key, None), key)
         try:
             traced, shapes = jax.make_jaxpr(first_step, return_shape=True)(key, value)
-            read = {id(variable) for step in traced.jaxpr.eqns for variable in step.invars}
+            read = {id(variable) for equation in traced.jaxpr.eqns for variable in equation.invars}
             unused = "" if id(traced.jaxpr.invars[-1]) in read else "neither reset nor step reads it"
             return differing(wanted, shapes) or unused
         except Exception as error:
@@ -292,7 +293,7 @@ def _why_fixed(env: Any, name: str, number: Any) -> str:
 
 @contextmanager
 def _jumanji_renderer(raw: Any) -> Iterator[Renderer]:
-    """Draw states of `raw` by copies of it and of its viewer, which show no window."""
+    """Draw states by copies of `raw` and of its viewer, which open no window."""
     pyplot = import_extra("matplotlib.pyplot", "Matplotlib", "viz")
     kind = import_extra("jumanji.viewer", "jumanji", "jax-envs").MatplotlibViewer
     tree = import_jax().tree

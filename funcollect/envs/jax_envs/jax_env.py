@@ -1,4 +1,4 @@
-"""Environments written in JAX: pure functions of one lane, which the loops batch and compile, and their checks."""
+"""Environments written in JAX, pure functions of one lane that loops batch and compile, and checks of these."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from funcollect.arguments import check_choice, check_keys, check_kind, check_num
 from funcollect.envs import base
 from funcollect.envs.base import AdaptedEnv, EnvBase, returned
 from funcollect.envs.jax_envs.by_agents import lane_of
-from funcollect.envs.plain_spaces import each_part
+from funcollect.envs.plain_spaces import map_parts
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax, tracing
 from funcollect.interop.memo import Variable, memo_of, set_since_use, variables_of
@@ -90,22 +90,22 @@ class FunctionsEnv(AdaptedEnv):
     starts: Starts = "fresh"
     max_episode_steps: int | None = None
     params: Any = None
-    default_params: Any = None  # used where the functions get None: a pytree, or None if there are none
-    param_keys: tuple[str, ...] = ()  # those that batches record under ``env_params``
+    default_params: Any = None  # a pytree, which the functions use in place of None; None without parameters
+    param_keys: tuple[str, ...] = ()  # the parameters that batches record under ``env_params``
     renderer: Open | None = None  # None if it cannot be filmed
-    observation_of: Callable[[Any, Any], Any] | None = None  # None if a state does not show its observation
+    observation_of: Callable[[Any, Any], Any] | None = None  # None if a state does not determine its observation
     backend: Literal["jax"] = "jax"
 
 
 class JaxEnvState(NamedTuple):
-    """The state of all lanes; each keeps the start of its next episode, and if one is missing, all are made."""
+    """The state of all lanes, with the start of each lane's next episode; once one is missing, all are made."""
 
     current: Any  # the environment's own state, a pytree [P, ...]
     next_start: tuple[Any, Any]  # state and observation [P, ...] at the start of each lane's next episode
     next_start_used: Any  # [P] bool: the next start has been used
 
     def with_used_starts(self) -> JaxEnvState:
-        """The state in which all lanes need new starts."""
+        """The same state, in which all lanes need new starts."""
         return self._replace(next_start_used=self.next_start_used | True)
 
 
@@ -227,14 +227,14 @@ def jax_env(
 
 
 def as_delivered(space: Space) -> Space:
-    """The same space with the integer dtypes of JAX's arrays: 32 bits, unless JAX has enabled 64."""
-    return each_part(_as_delivered, space)
+    """The same space with the integer dtypes that JAX returns: 32 bits, unless 64 are enabled."""
+    return map_parts(_as_delivered, space)
 
 
 def _as_delivered(space: Space) -> Space:
-    own = np.dtype(space.dtype or np.float32)
-    dtype = np.dtype(import_jax().dtypes.canonicalize_dtype(own))
-    if own.kind not in "iu" or dtype == own:
+    declared = np.dtype(space.dtype or np.float32)
+    dtype = np.dtype(import_jax().dtypes.canonicalize_dtype(declared))
+    if declared.kind not in "iu" or dtype == declared:
         return space
     match space:
         case spaces.Discrete():
@@ -247,9 +247,9 @@ def _as_delivered(space: Space) -> Space:
 
 
 def default_params(env: Any) -> Any:
-    """The parameters of a JAX environment that `set_env_params` changes; None without any."""
-    own = env.default_params if isinstance(env, FunctionsEnv | JaxEnvBase) else None
-    return env.params if own is None else own
+    """The parameters of a JAX environment that `set_env_params` changes; None if there are none."""
+    default = env.default_params if isinstance(env, FunctionsEnv | JaxEnvBase) else None
+    return env.params if default is None else default
 
 
 def param_keys(env: JaxEnv) -> Sequence[str]:
@@ -291,7 +291,7 @@ def reset_lane(env: JaxEnv, key: Any, params: Any) -> tuple[Any, Any]:
 
 
 def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -> Transition:
-    """Call the environment's `step` within a JAX trace, with an action as in a batch; reward float32, flags bool."""
+    """Call `step` within a JAX trace, with a batch's action; cast reward to float32, flags to bool."""
     jnp = import_jax().numpy
     if env.action_spec.one_hot:
         action = env.action_spec.from_one_hot(action, jnp).astype(jnp.int32)
@@ -337,7 +337,7 @@ def check_functions(env: JaxEnv, params: Any) -> tuple[int, ...]:
 
 
 def _check_leaf(what: str, value: Any, expected: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raise EnvError unless an array has this shape and may be cast: between floats, or if all values are kept."""
+    """Raise EnvError unless an array has this shape, and may be cast: between floats, or without changing values."""
     jnp, given = import_jax().numpy, getattr(value, "dtype", None)
     fits = given is not None and tuple(value.shape) == shape
     if fits and not (dtype.kind == "f" and jnp.issubdtype(given, jnp.floating)):
@@ -351,7 +351,7 @@ def differing(one: Any, other: Any) -> str:
     """The first difference of two pytrees of arrays in structure, shape or dtype, in words; empty if there is none."""
     tree, keystr = import_jax().tree, import_jax().tree_util.keystr
     ones, others = (
-        {keystr(path): dtypes_and_shapes(leaf) for path, leaf in tree.leaves_with_path(each)} for each in (one, other)
+        {keystr(path): dtypes_and_shapes(leaf) for path, leaf in tree.leaves_with_path(node)} for node in (one, other)
     )
     for path in sorted(ones.keys() | others.keys()):
         if ones.get(path) != others.get(path):
@@ -361,7 +361,7 @@ def differing(one: Any, other: Any) -> str:
 
 
 def check_unchanged(env: JaxEnv) -> None:
-    """Raise EnvError if something that the compiled functions of the environment read has been set since they are."""
+    """Raise EnvError if a variable that the environment's functions read was set after they had been compiled."""
     memo = memo_of(env)
     if "read" not in memo:
         functions = inspect.unwrap(env.reset), inspect.unwrap(env.step)
@@ -372,11 +372,11 @@ def check_unchanged(env: JaxEnv) -> None:
 
 
 def _attributes_of(env: JaxEnv) -> list[Variable]:
-    """The attributes of an instance of a class of the user's, but `params` and what is None, which may be a cache."""
+    """The attributes of a user's `JaxEnvBase`, without `params`, and without those that are None, possibly caches."""
     if not isinstance(env, JaxEnvBase):
         return []
-    own = itertools.takewhile(lambda each: each is not JaxEnvBase, type(env).__mro__)
-    members = itertools.chain.from_iterable(vars(each).items() for each in own)
+    classes = itertools.takewhile(lambda kind: kind is not JaxEnvBase, type(env).__mro__)
+    members = itertools.chain.from_iterable(vars(kind).items() for kind in classes)
     plain = [name for name, value in members if not (callable(value) or hasattr(value, "__get__") or name[:2] == "__")]
     names = {*vars(env), *plain} - {"params", "_memo"}
     return [(name, env) for name in sorted(names) if getattr(env, name, None) is not None]

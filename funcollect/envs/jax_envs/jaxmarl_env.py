@@ -19,8 +19,8 @@ from funcollect.interop.jax_setup import import_jax, own_generator
 from funcollect.protocols import Starts, Transition
 from funcollect.specs import Space
 
-_ALL = "__all__"  # the flag of a lane
-_WORLD = "world_state"  # what all agents of SMAX see
+_ALL = "__all__"  # the key of the flag of a whole lane
+_WORLD = "world_state"  # an observation that all agents of SMAX share
 _LIMIT = "max_steps"
 _LEGAL = ("get_avail_actions", "get_legal_moves")
 
@@ -65,7 +65,7 @@ def from_jaxmarl(
     names, endless, legal = [*raw.agents], _without_limit(raw), _legal_actions(raw)
 
     def observed(seen: Any, env_state: Any) -> dict[str, Any]:
-        """What each agent sees, and the state, by name."""
+        """The observation of each agent and, if it is asked for, the shared state, by name."""
         masks = legal(env_state) if legal else {}
         rows = {
             name: {"observation": seen[name], "action_mask": masks[name].astype(bool)} if legal else seen[name]
@@ -91,11 +91,10 @@ def from_jaxmarl(
         truncated = {name: flags & ~terminated[name] for name, flags in over.items()}
         infos = {name: {} for name in found} | {key: info[key] for key in info_keys if key not in of_agents}
         for key in of_agents:
-            for name, rows in rows_by_group(info[key]).items():
-                infos[name][key] = rows
-        return Transition(
-            after, rows_by_group(observed(seen, after)), rows_by_group(reward), terminated, truncated, infos
-        )
+            for name, values in rows_by_group(info[key]).items():
+                infos[name][key] = values
+        rows = rows_by_group(observed(seen, after))
+        return Transition(after, rows, rows_by_group(reward), terminated, truncated, infos)
 
     actions = {name: gymnax_space(raw.action_space(name)) for name in names}
     seen, infos = _shapes(raw, actions, observed)
@@ -113,19 +112,20 @@ def from_jaxmarl(
 
 
 def _legal_actions(raw: Any) -> Callable[[Any], Mapping[str, Any]] | None:
-    """The function from a state to the masks of legal actions by agent; None if actions have none."""
+    """The function from a state to the masks of legal actions by agent; None if it has none."""
     for name in _LEGAL:
         if (function := getattr(raw, name, None)) is None:
             continue
         with contextlib.suppress(NotImplementedError), own_generator():
             key = import_jax().numpy.zeros(2, np.uint32)
             masks = import_jax().eval_shape(lambda key, legal=function: legal(raw.reset(key)[1]), key)
-            if all(masks[each].shape == (getattr(raw.action_space(each), "n", None),) for each in raw.agents):
+            if all(masks[agent].shape == (getattr(raw.action_space(agent), "n", None),) for agent in raw.agents):
                 return function  # type: ignore[no-any-return]
     return None
 
 
 def _shapes(raw: Any, actions: Mapping[str, Space], observed: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
+    """The shapes and dtypes of a first observation, as `observed` returns it, and of a step's infos."""
     zeros = {name: np.zeros(space.shape or (), space.dtype) for name, space in actions.items()}
 
     def first(key: Any) -> tuple[Any, Any]:
@@ -141,10 +141,10 @@ def _without_limit(raw: Any) -> Any:
     """A copy of an environment that does not end by time; None if it has no limit that can be changed."""
     if not {_LIMIT, "_env"} & vars(raw).keys():
         return None
-    copied = object.__new__(type(raw))  # `copy.copy` asks it for attributes that it would look up in itself forever
+    copied = object.__new__(type(raw))  # in a wrapper, `copy.copy` would look up missing attributes without an end
     vars(copied).update(vars(raw))
     if _LIMIT in vars(raw):
         setattr(copied, _LIMIT, np.iinfo(np.int32).max)
-    if "_env" in vars(raw):  # the game in which some of the agents play by rules
+    if "_env" in vars(raw):  # a wrapper, in which fixed rules play some of the agents
         copied._env = _without_limit(raw._env)
     return copied

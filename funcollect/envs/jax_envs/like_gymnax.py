@@ -90,7 +90,7 @@ def from_craftax(
 def _over_functions(
     label: str, raw: Any, params: Any, renderer: Any, param_keys: Sequence[str], common: Any
 ) -> FunctionsEnv:
-    """Adapt an environment with gymnax's functions; a class of neither package, such as the user's, is checked."""
+    """Adapt an environment with gymnax's functions; if it is from neither gymnax nor Craftax, they are checked."""
     package = type(raw).__module__.partition(".")[0]
     own = raw.default_params if params is None else params
     later = hasattr(own, "max_timesteps") and not hasattr(own, "max_steps_in_episode")
@@ -106,7 +106,7 @@ def _over_functions(
         if hasattr(raw, "is_truncated") and not later:
             return Transition(after, observation, reward, terminated, raw.is_truncated(after, params), info)
         # All others count the time limit as a termination, and some keep that in their state. So the same step is also
-        # traced without the limit, and the compiler merges the two; of Craftax, the state is enough.
+        # traced without the limit, and the compiler merges the two; in Craftax, the state alone shows it.
         endless = params.replace(**{limit: np.iinfo(np.int32).max})
         alone = package == "craftax"
         terminated = raw.is_terminal(after, endless) if alone else raw.step_env(key, env_state, action, endless)[3]
@@ -115,12 +115,12 @@ def _over_functions(
     facts = {"default_params": own, "param_keys": param_keys, "renderer": partial(renderer, raw, own)}
     with _like_gymnax(raw):
         parameters = [*inspect.signature(raw.reset_env).parameters.values()]
-        unused = [None for each in parameters[2:] if each.default is each.empty]  # a given start, of Kinetix
+        unused = [None for each in parameters[2:] if each.default is each.empty]  # Kinetix takes a given start
         delivered = None if package == "craftax" else first_observation(reset)
         observed, actions = gymnax_space(raw.observation_space(own), delivered), gymnax_space(raw.action_space(own))
     if package == "craftax":
         facts["observation_of"] = lambda state, _: raw.get_obs(state)
-    elif ".classic_control." in (of := type(raw).__module__) or ".minatar." in of:  # that of others draws, or differs
+    elif ".classic_control." in (of := type(raw).__module__) or ".minatar." in of:  # others' draw, or differ
         facts["observation_of"] = lambda state, given: raw.get_obs(state, own if given is None else given)
     made = jax_env(label, reset, step, observed, actions, *common, truncates=True, **facts)
     if package not in ("gymnax", "craftax"):
@@ -131,7 +131,7 @@ def _over_functions(
 
 @contextmanager
 def _like_gymnax(raw: Any, *more: type[Exception]) -> Iterator[None]:
-    """Turn errors of an environment that lacks something of gymnax's, and `more` of them, into one TypeError."""
+    """Turn the errors of an environment that lacks a part of gymnax's interface, and `more`, into one TypeError."""
     foreign: tuple[type[Exception], ...] = (AttributeError, LookupError, NotImplementedError, *more)
     try:
         yield
@@ -143,7 +143,7 @@ def _like_gymnax(raw: Any, *more: type[Exception]) -> Iterator[None]:
 
 
 def gymnax_space(given: Any, delivered: Any = None) -> Space:
-    """The counterpart of a space of gymnax; a Box gets the dtype of the `delivered` array, as some name another."""
+    """Gymnasium's space for one of gymnax's; a Box gets the dtype of the `delivered` array, as some declare another."""
     match type(given).__name__:
         case "Discrete":
             return spaces.Discrete(int(given.n))
@@ -155,9 +155,8 @@ def gymnax_space(given: Any, delivered: Any = None) -> Space:
             children = given.spaces.items()
             return spaces.Dict({name: gymnax_space(child, delivered and delivered[name]) for name, child in children})
         case "Tuple":
-            return spaces.Tuple(
-                [gymnax_space(child, delivered and delivered[i]) for i, child in enumerate(given.spaces)]
-            )
+            children = enumerate(given.spaces)
+            return spaces.Tuple([gymnax_space(child, delivered and delivered[i]) for i, child in children])
     known = "Discrete, Box, Dict, Tuple"
     raise TypeError(f"the space {given!r} of gymnax has no counterpart in Gymnasium: expected {known}")
 
@@ -191,7 +190,7 @@ def _gymnax_renderer(raw: Any, own: Any) -> Iterator[Renderer]:
 
 @contextmanager
 def _craftax_renderer(raw: Any, _: Any) -> Iterator[Renderer]:
-    """Draw states as the pixel observations of `raw`, of either of Craftax's two games, show them."""
+    """Draw states like the pixel observations of the game of `raw`, one of Craftax's two."""
     game = next(base.__module__.split(".")[1] for base in type(raw).__mro__ if base.__module__.startswith("craftax."))
     draws = import_extra(f"craftax.{game}.renderer", "craftax", None).make_craftax_pixel_renderer(_CRAFTAX_PIXELS)
     jitted = import_jax().jit(draws)

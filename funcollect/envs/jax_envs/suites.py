@@ -1,8 +1,8 @@
-"""How environments of JAX suites are found, and adapters for some suites, and for Gymnasium's `FuncEnv`.
+"""Look up environments of JAX suites, and adapt those of some suites, and Gymnasium's `FuncEnv`.
 
 The suites are navix (https://github.com/epignatelli/navix), pgx (https://github.com/sotetsuk/pgx) with games of one
-player or several, and XLand-MiniGrid (https://github.com/dunnolab/xland-minigrid). What draws their states, for
-`funcollect.record`, is imported on first use.
+player or several, and XLand-MiniGrid (https://github.com/dunnolab/xland-minigrid). Their renderers, for
+`funcollect.record`, are imported on first use.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def _playground(package: Any) -> tuple[Iterable[str], Callable[..., Any]]:
 
 
 def _craftax(package: Any) -> tuple[Iterable[str], Callable[..., Any]]:
-    """Craftax's ids, of which it has no list, and constructor."""
+    """Craftax's ids, which the package does not list, and constructor."""
     names = [f"Craftax-{game}{seen}-v1" for game in ("", "Classic-") for seen in ("Pixels", "Symbolic")]
     return names, partial(package.make_craftax_env_from_name, auto_reset=False)
 
 
-# By suite, as ids, adapters and pip name it: the module, and a function from that to the ids and the constructor.
+# By the suite's name in ids, adapters and pip: a module, and a function from that to the ids and the constructor.
 _SUITES: dict[str, tuple[str, Callable[[Any], tuple[Iterable[str], Callable[..., Any]]]]] = {
     "brax": ("brax.envs", lambda its: (its._envs, its.get_environment)),
     "craftax": ("craftax.craftax_env", _craftax),
@@ -57,7 +57,7 @@ _SUITES: dict[str, tuple[str, Callable[[Any], tuple[Iterable[str], Callable[...,
 _EXTRAS = {"craftax": None, "jaxmarl": "agents"}
 _TRUNCATION, _TERMINATION = 1, 2  # navix's step types; 0 is a transition
 _MINIGRID_FPS = 10
-_NAVIX_SIZE = 256  # pixels that the shorter side has at least, up to rounding: navix draws 8 for a cell
+_NAVIX_SIZE = 256  # pixels of the shorter side, about: navix draws only 8 pixels for a cell
 
 
 def of_suite(suite: str, env: Any, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
@@ -244,7 +244,7 @@ def from_pgx(
     # pgx declares no observation space, so it is derived from the shapes and dtypes
     known: dict[str, Space] = {"current_player": spaces.Discrete(raw.num_players)}
     observed = {name: known.get(name) or space_like(part) for name, part in first_observation(reset).items()}
-    with own_generator():  # pgx begins a game to find the number of its actions
+    with own_generator():  # pgx begins a game to count its actions
         actions: Space = spaces.Discrete(raw.num_actions)
     common = (spaces.Dict(observed), actions, num_envs, one_hot)
     return jax_env(f"pgx/{raw.id}", reset, step, *common, max_episode_steps=max_episode_steps, observation_of=observe)

@@ -24,11 +24,11 @@ from funcollect.specs import torch_dtype
 Array = npt.NDArray[Any]
 
 NO_SEED, NO_RESTART = -1, -2
-INFO_BYTES = 1 << 15  # of a worker's pickled infos; larger ones are asked for by a call
-_SPIN = 50e-6  # seconds; waking a process that sleeps takes about as long
-_MOST_RINGS = 1 << 12  # that are read from a pipe at once
+INFO_BYTES = 1 << 15  # for a worker's pickled infos; larger ones are fetched by a call
+_SPIN = 50e-6  # seconds of busy waiting: as long as it takes to wake a process that sleeps
+_MOST_RINGS = 1 << 12  # read from a pipe at once
 
-REMOVED = {  # keywords that earlier versions took, and why there are none
+REMOVED = {  # keywords of earlier versions, and why they were removed
     "overlap": "it was slower for nearly all environments",
     "on_failure": "recover(env, state), or a collector's next batch, begins new episodes in place of a lost worker's",
 }
@@ -39,7 +39,7 @@ class LaneWorkers:
     """Worker processes of an environment."""
 
     num_workers: int
-    least_ready: int = 0  # lanes for which the policy waits, while each lane makes its steps at its own pace; 0 for all
+    least_ready: int = 0  # number of lanes that the policy waits for, if workers go at their own pace; 0 for all lanes
     timeout: float = 60.0  # seconds after which a worker that has neither answered nor stepped a lane counts as hung
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class LaneWorkers:
         """The lanes of each worker, in order; the first ones may have one lane more."""
         size, longer = divmod(num_envs, self.num_workers)
         ends = [place * size + min(place, longer) for place in range(self.num_workers + 1)]
-        return [range(*own) for own in itertools.pairwise(ends)]
+        return [range(*bounds) for bounds in itertools.pairwise(ends)]
 
 
 def refuse_removed(given: Mapping[str, Any]) -> None:
@@ -90,10 +90,10 @@ def refuse_removed(given: Mapping[str, Any]) -> None:
 
 
 # Orders to a worker; plain numbers, since enumerations are slow to read.
-STEP = 0  # all its lanes
-STEP_CHOSEN = 1  # those that are marked
-RESET = 2  # marked lanes
-STEP_APART = 3  # marked lanes, of which those whose episodes end restart as after `STEP`
+STEP = 0  # step all its lanes, and restart those that have a next seed when their episodes end
+STEP_CHOSEN = 1  # step the chosen lanes, without restarts
+RESET = 2  # reset the chosen lanes
+STEP_APART = 3  # step the chosen lanes, with restarts
 
 _OF_LANES = {  # [P]
     "reward": torch.float64,
@@ -106,18 +106,18 @@ _OF_LANES = {  # [P]
 _OF_WORKERS = {  # [W]
     "asked": torch.int64,  # the number of the last order
     "carried_out": torch.int64,  # the number of the last order whose results are in the block
-    "answered": torch.int64,  # the number of the last order after whose answer the bell rang
-    "order": torch.int8,  # see above
-    "failed": torch.bool,  # whether the last order has failed
+    "answered": torch.int64,  # the number of the last order for which the worker has rung the answers' bell
+    "order": torch.int8,  # the last order, one of the above
+    "failed": torch.bool,  # whether it raised
     "info_size": torch.int64,  # in bytes; -1 if the infos are too large for `info`
 }
 
 
 class LaneBlock(SimpleNamespace):
-    """Arrays over one piece of shared memory, for P lanes of W workers: those above by name, and four others.
+    """Arrays in one piece of shared memory, for P lanes of W workers: those of both tables above, and four others.
 
-    These are `action` [P, ...], `info` [W, INFO_BYTES] uint8, pickled, and [P, ...] by path the `observation`, and the
-    last observations of episodes whose lanes were restarted, `ends`.
+    `action` is [P, ...], `info` [W, INFO_BYTES] uint8, pickled. By path and [P, ...] are `observation` and `ends`, the
+    last observations of the episodes after which workers restarted lanes.
     """
 
     @staticmethod
@@ -139,13 +139,13 @@ class LaneBlock(SimpleNamespace):
         """The arrays over this memory."""
         block = cls(observation={}, ends={})
         for path, leaf in layout.leaves(memory).items():
-            own: dict[Any, Any] = vars(block)[path[0]] if path[1:] else vars(block)
-            own[path[1:] or path[0]] = leaf.numpy()
+            holder: dict[Any, Any] = vars(block)[path[0]] if path[1:] else vars(block)
+            holder[path[1:] or path[0]] = leaf.numpy()
         return block
 
     @staticmethod
     def rows(workers: Sequence[int]) -> slice | Sequence[int]:
-        """An index of arrays by worker: for a range a slice, which NumPy reads sooner."""
+        """An index for arrays [W]: a slice for a range, since NumPy reads slices faster."""
         return slice(workers.start, workers.stop) if isinstance(workers, range) else workers
 
     @staticmethod
@@ -160,10 +160,10 @@ class LaneBlock(SimpleNamespace):
 
 
 class Bell:
-    """A counter for which a process waits, an eventfd or a pipe: what others wrote before they rang is visible then."""
+    """A counter that a process waits for, an eventfd or a pipe: whoever hears it sees all memory written before it."""
 
     def __init__(self, fds: Sequence[int] = ()) -> None:
-        self.fds = tuple(fds)  # those of a bell that exists
+        self.fds = tuple(fds)  # of an existing bell
         if not fds and not PORTABLE:
             self.fds = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC),)
         elif not fds:
@@ -174,14 +174,14 @@ class Bell:
         self._poll.register(self.fds[0], select.POLLIN)
 
     def ring(self) -> None:
-        """Count one."""
+        """Add one to the counter."""
         if PORTABLE:
             os.write(self.fds[1], b"\0")
         else:
             os.eventfd_write(self.fds[0], 1)
 
     def watch(self, fd: int) -> None:
-        """Let `wait` also end when this descriptor becomes readable."""
+        """End `wait` also when this descriptor becomes readable."""
         self._poll.register(fd, select.POLLIN)
 
     def unwatch(self, fd: int) -> None:
@@ -190,15 +190,15 @@ class Bell:
             self._poll.unregister(fd)
 
     def heard(self) -> int:
-        """The rings since the last call."""
+        """The number of rings since the last call."""
         try:
             return len(os.read(self.fds[0], _MOST_RINGS)) if PORTABLE else os.eventfd_read(self.fds[0])
         except BlockingIOError:
             return 0
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for rings; 0 if `timeout` seconds have passed, or another watched descriptor is readable."""
-        until = time.perf_counter() + _SPIN  # as long, it keeps the processor
+        """Wait, and return the number of rings; 0 after `timeout` seconds, or if a watched descriptor is readable."""
+        until = time.perf_counter() + _SPIN  # until then, it keeps the processor
         while not (rings := self.heard()) and time.perf_counter() < until:
             os.sched_yield()
         if not rings:

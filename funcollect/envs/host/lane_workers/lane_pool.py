@@ -1,4 +1,4 @@
-"""The workers of lanes: orders, answers, calls, and what happens when one is lost."""
+"""The workers of lanes: orders and answers through shared memory, calls, and the replacement of lost workers."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from funcollect.processes.system import current_cpu, spread
 from funcollect.tree import Path
 
 SLICE = 0.5  # seconds of one wait for answers to orders
-_TO_START = 300.0  # seconds without a sign of life
+_TO_START = 300.0  # seconds that a start may take without a sign of life
 _TO_REST = 1.0  # seconds for orders under way before workers are replaced, or closed: Ctrl-C should end a script soon
 
 
 class LanePool(WorkerPool):
-    """The workers of some lanes, in memory that all of them share.
+    """The workers of an environment's lanes, and the memory that they share.
 
-    Bells announce orders, one at a time for each worker, and answers; all else is calls of the kernel. A lost worker is
-    reported at once, and replaced by `renew`.
+    Bells announce orders, one at a time for each worker, and answers; everything else is a call of `WorkerPool`. The
+    loss of a worker raises at once, and `renew` replaces it.
     """
 
     def __init__(self, env: SimulatedEnv) -> None:
@@ -40,13 +40,13 @@ class LanePool(WorkerPool):
         assert env.open_group is not None
         self._env, self._owner = env, os.getpid()
         self._shares = shares = env.workers.shares(env.num_envs or 1)  # the lanes of each worker
-        self._heard = 0  # answers to orders that nobody has taken yet
-        self._open = 0  # workers with an order whose answer nobody has taken, more if one was broken off
+        self._heard = 0  # rings for answers that `_take` has not taken yet
+        self._open = 0  # orders whose answers have not been taken; too many after an interrupt
         self._lost: set[int] = set()  # workers that `renew` has to replace
-        self._lenient = False  # whether a loss is only noted
+        self._lenient = False  # whether a loss is recorded in `_lost` only, instead of raised
         self.cpus = spread(len(shares))
         layout = LaneBlock.layout(env, len(shares))
-        bare = replace(env, open_group=None, workers=None)  # each worker has its own opener
+        bare = replace(env, open_group=None, workers=None)  # a job has the opener of its lanes instead
         jobs = [
             LaneJob(bare, layout, index, lanes, env.open_group(lanes.start, lanes.stop), cpu)
             for index, (lanes, cpu) in enumerate(zip(shares, self.cpus, strict=True))
@@ -59,7 +59,7 @@ class LanePool(WorkerPool):
         self.bells, self._answers = [Bell() for _ in shares], Bell()
         try:
             super().__init__(transport, jobs, FailurePolicy(env.workers.timeout, _TO_START))
-            self.takes_options = all(self.described)  # whether resets do
+            self.takes_options = all(self.described)  # of resets
             self._watch(self.workers)
         except BaseException:
             self._free()
@@ -70,11 +70,11 @@ class LanePool(WorkerPool):
         return (self._memory, *self.bells[worker].fds, *self._answers.fds)
 
     def _watch(self, workers: Sequence[int]) -> None:
-        """Let waits for answers end with the processes of these workers, which have been built."""
+        """Count these workers as started, and let the end of their processes end waits for answers."""
         for worker in workers:
             record = self.records[worker]
             record.tasks = 1
-            if record.handle.pid:  # which is reported before the end of the process, that ends a wait
+            if record.handle.pid:  # read first, so that the next report is the end of the process
                 self._answers.watch(record.handle.filenos()[1])
 
     @property
@@ -114,7 +114,7 @@ class LanePool(WorkerPool):
 
     @override
     def _broken_off(self) -> None:
-        """Leave the workers: `renew` replaces those that are lost, or whose answer is."""
+        """Keep the workers: `renew` replaces those that were lost, or whose answer was."""
 
     def check_owner(self) -> None:
         """Raise ClosedError in a process that was forked from the one that has started the workers."""
@@ -122,39 +122,39 @@ class LanePool(WorkerPool):
             raise ClosedError(f"the workers of {self._env} belong to the parent process: make a state of your own here")
 
     def order(self, order: int, workers: Sequence[int]) -> None:
-        """Let these workers begin."""
-        self._open += len(workers)  # first of all, since Ctrl-C may come at any moment
+        """Give these workers an order."""
+        self._open += len(workers)  # first, since Ctrl-C may come at any moment
         rows = self.block.rows(workers)
         self.block.order[rows] = order
         self.block.asked[rows] += 1
-        here, beside = current_cpu(), []
+        here, last = current_cpu(), []
         for worker in workers:
             if self.cpus[worker] == here:
-                beside.append(worker)
+                last.append(worker)
             else:
                 self.bells[worker].ring()
         # A worker takes its processor as soon as it is woken: one on this processor would keep the others waiting.
-        for worker in beside:
+        for worker in last:
             self.bells[worker].ring()
 
     def await_answers(self, workers: Sequence[int]) -> None:
-        """Wait until these workers have carried out their orders; raise an exception of one, or EnvError for a loss."""
+        """Wait until these workers have carried out their orders; raise one's exception, or EnvError for a loss."""
         self._checked = time.monotonic()
         while self._heard < len(workers):
             self._listen()
         self._take(workers)
 
-    def _await_some(self, workers: Sequence[int], done: Callable[[list[int]], bool]) -> list[int]:
-        """Wait, with others under way, until those of these workers that have carried out their orders are enough."""
+    def _await_some(self, workers: Sequence[int], enough: Callable[[list[int]], bool]) -> list[int]:
+        """Wait until enough of these workers have carried out their orders, whatever others do; return those."""
         block, rows = self.block, list(workers)
-        while not done(found := [*itertools.compress(rows, block.carried_out[rows] == block.asked[rows])]):
+        while not enough(done := [*itertools.compress(rows, block.carried_out[rows] == block.asked[rows])]):
             self._listen()
             self._look_for_hangs()
-        self._take(found)
-        return found
+        self._take(done)
+        return done
 
     def _listen(self) -> None:
-        """Wait for rings of workers, not for long; raise EnvError for one that has ended or hangs."""
+        """Wait for rings for a short time; raise EnvError for a worker that has ended or hangs."""
         if rings := self._answers.wait(SLICE):
             self._heard += rings
             return
@@ -163,14 +163,14 @@ class LanePool(WorkerPool):
         self._look_for_hangs()
 
     def _take(self, workers: Sequence[int]) -> None:
-        """Take the answers of these workers; raise an exception of one. A ring may be heard later than its answer."""
+        """Take the answers of these workers, even before their rings are heard; raise the exception of a failed one."""
         self._heard -= len(workers)
         if any(self.block.failed[self.block.rows(workers)].tolist()):
             self.finish([self.call(worker, "raised") for worker in workers if self.block.failed[worker]])
         self._open -= len(workers)
 
     def _call_in(self, arguments: Mapping[int, Sequence[Any]], name: str) -> list[Any]:
-        """Call a method of `ServedLanes` in these workers, in none if one has ended; raise what it has raised."""
+        """Call a method of `ServedLanes` in these workers; raise its exception, or NotCalledError if one has ended."""
         if ended := sorted(self._ended):
             raise NotCalledError(str(self._error(ended[0], Loss(self.records[ended[0]].handle.how()))))
         self._checked = time.monotonic()
@@ -178,15 +178,15 @@ class LanePool(WorkerPool):
         self.await_all(calls)
         errors = [call.error for call in calls if call.error is not None]
         if name == "apply" and all(isinstance(error, UnsentResultError) for error in errors):
-            for worker, applied in arguments.items():  # so that a replacement is called like this, too
+            for worker, applied in arguments.items():  # a replacement repeats the calls
                 record = self.records[worker]
                 record.job = replace(record.job, applied=(*record.job.applied, applied))
         if errors:
-            raise min(errors, key=lambda error: isinstance(error, UnsentResultError))  # if it has returned everywhere
+            raise min(errors, key=lambda error: isinstance(error, UnsentResultError))  # other exceptions first
         return [call.value for call in calls]
 
     def renew(self) -> bool:
-        """Make all workers ready for a reset of all lanes; return whether others replaced some, which need seeds."""
+        """Make all workers ready for a reset of all lanes; return whether some are new, whose lanes need seeds."""
         if not (self._open or self._lost or self._asked or self._ended):
             return False
         gone = sorted(self._come_to_rest())
@@ -209,7 +209,7 @@ class LanePool(WorkerPool):
         return bool(gone)
 
     def _come_to_rest(self) -> set[int]:
-        """Wait, not for long, until the workers that live have nothing to do; return those that do not come back."""
+        """Wait a short time for the workers to finish; return those that were lost, have ended, or are still busy."""
         until = time.monotonic() + _TO_REST
         self._lenient = True
         for worker in filter(self._owes, self.workers):  # Ctrl-C may have come before the bell
@@ -223,7 +223,7 @@ class LanePool(WorkerPool):
         return self._lost | self._ended | busy
 
     def close(self) -> None:
-        """Close all environments and end the processes; then raise the first error of a lane that could not be."""
+        """Close all environments and end the processes; then raise the first error of an environment's `close`."""
         if self.closed:
             return
         try:
@@ -234,7 +234,7 @@ class LanePool(WorkerPool):
             raise error
 
     def _shut(self) -> list[BaseException]:
-        """Ask the workers to close; return what some have raised. Those that do not answer in time are left alone."""
+        """Ask the workers to close; return their exceptions. Those that do not answer in time get a warning."""
         gone = self._come_to_rest()
         self._checked, self._lenient = time.monotonic(), True
         calls = [self.call(worker, "shut") for worker in self.workers if worker not in gone]

@@ -1,4 +1,4 @@
-"""The worker process: it steps and resets its lanes when its bell rings, in memory that it shares."""
+"""The worker process: it steps and resets its lanes in shared memory when its bell rings."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from funcollect.processes.serving import Served, serve
 from funcollect.processes.system import SIGNS, run_on
 from funcollect.protocols import SavableSnapshots, Simulators, SimulatorsOfLanes
 
-Applied = tuple[list[int], bytes]  # lanes, counted from the worker's first, and a function with its arguments, packed
+Applied = tuple[list[int], bytes]  # lanes, counted from the worker's first, and a pickled function with its arguments
 
 
 class Snapshot(NamedTuple):
     """The snapshots of a worker's lanes."""
 
-    lanes: list[Any]  # an entry for each, as plain data where that is possible
-    refusal: str = ""  # why it is not; empty if it is, or if the simulators promise nothing else
+    lanes: list[Any]  # an entry for each lane, as plain data if possible
+    refusal: str = ""  # why it is not; empty if it is, or if the simulators have no `snapshot_data`
 
 
 @dataclass(frozen=True)
 class LaneJob:
-    """What a worker serves."""
+    """The lanes of a worker, and how to open their simulators."""
 
-    env: SimulatedEnv  # the whole environment, but for what opens its simulators
+    env: SimulatedEnv  # the whole environment, without its opener
     layout: MemoryLayout  # of the shared memory
     index: int  # the worker's
-    lanes: range  # its own
-    opener: Callable[[SimulatedEnv], Simulators]  # of their simulators
+    lanes: range  # the worker's
+    opener: Callable[[SimulatedEnv], Simulators]  # of the lanes
     cpu: int  # the processor to run on
-    applied: Sequence[Applied] = ()  # the functions that lost simulators were called with, and these have to be
+    applied: Sequence[Applied] = ()  # calls of functions with the lost simulators, which a replacement repeats
     place: int = 0  # all workers have the place of the process that starts them
 
     @property
@@ -55,22 +55,22 @@ class LaneJob:
         return f"{lanes} (worker {self.index})"
 
     def pack(self) -> bytes:
-        """The job as bytes, functions of a script or a notebook by value; TypeError if it cannot be sent."""
+        """The pickled job, with a script's or notebook's functions by value; TypeError if it cannot be sent."""
         mend = "pass an id, or a function that builds them"
         with sending(f"{self.label}: its environments", "another process", mend):
             return bytes(cloudpickle.dumps(self))
 
 
 def main(fds: Sequence[int]) -> None:
-    """Serve the process that has started this one, until it asks to close or has ended."""
+    """Serve the process that started this one, until it asks to close or ends."""
     serve(fds, ServedLanes, ServedLanes.attend)
 
 
 class ServedLanes(Served):
-    """The simulators of a worker's lanes, which follow orders in shared memory (with two bells), and answer calls."""
+    """The simulators of a worker's lanes, which carry out orders in shared memory and answer calls."""
 
-    _failure: Failure  # of the last order that failed
-    _infos = b""  # the last ones that were too large for the block
+    _failure: Failure  # of the last order that raised
+    _infos = b""  # the last infos that were too large for the block, pickled
 
     def __init__(self, packed: bytes, memory: int, *bells: int) -> None:
         self._job = job = cast(LaneJob, cloudpickle.loads(packed))
@@ -79,15 +79,15 @@ class ServedLanes(Served):
         (whole,) = mapped(memory, 1, job.layout.size)
         self._block = LaneBlock.over(whole, job.layout)
         observation = {path: array[self._rows] for path, array in self._block.observation.items()}
-        count, middle, kept = len(job.lanes), len(bells) // 2, [*map(os.dup, bells)]
-        self._bell, self._answers = Bell(kept[:middle]), Bell(kept[middle:])
+        count, half, fds = len(job.lanes), len(bells) // 2, [*map(os.dup, bells)]
+        self._bell, self._answers = Bell(fds[:half]), Bell(fds[half:])
         env = replace(job.env, num_envs=count, first_lane=job.lanes.start, memory=observation)
         self._simulators: Any = job.opener(env)
         try:
             if job.applied:
-                self._simulators.reset(range(count), [0] * count)  # as they were at the calls
+                self._simulators.reset(range(count), [0] * count)  # functions were called after a reset
             for call in job.applied:
-                with contextlib.suppress(UnsentResultError):  # nobody asks for the results again
+                with contextlib.suppress(UnsentResultError):  # the results are not needed again
                     self.apply(*call)
         except BaseException:
             with contextlib.suppress(Exception):
@@ -95,7 +95,7 @@ class ServedLanes(Served):
             raise
 
     def attend(self, channel: Channel) -> None:
-        """Carry out the orders until a call may have arrived."""
+        """Carry out orders until the channel is readable, so a call may have arrived."""
         self._bell.watch(channel.fileno())
         while self._bell.wait():
             self._carry_out()
@@ -104,17 +104,17 @@ class ServedLanes(Served):
         block, index = self._block, self._index
         number, order, failed = block.asked[index], block.order[index], False
         if number == block.answered[index]:
-            return  # its bell was rung twice
+            return  # the bell was rung twice for one order
         try:
             if order == STEP:
                 self._step(range(len(self._lanes)), self._lanes, self._rows, restarts=True)
             else:
-                own = block.chosen[self._rows].nonzero()[0]
-                rows = own + self._lanes.start
+                chosen = block.chosen[self._rows].nonzero()[0]
+                rows = chosen + self._lanes.start
                 if order == RESET:
-                    self._simulators.reset(own.tolist(), LaneBlock.decoded(block.seeds[rows]))
+                    self._simulators.reset(chosen.tolist(), LaneBlock.decoded(block.seeds[rows]))
                 else:
-                    self._step(own.tolist(), rows.tolist(), rows, restarts=order == STEP_APART)
+                    self._step(chosen.tolist(), rows.tolist(), rows, restarts=order == STEP_APART)
         except BaseException as error:
             self._failure, failed = Failure.of(error), True
         block.failed[index] = failed
@@ -124,7 +124,7 @@ class ServedLanes(Served):
         block.answered[index] = number
 
     def _step(self, own: Sequence[int], lanes: Sequence[int], rows: Any, *, restarts: bool) -> None:
-        """Step lanes, by their numbers here and in all; with `restarts`, those with a next seed restart at once."""
+        """Step `lanes`, in the block's `rows` and by the worker's `own` numbers; `restarts`: those with a next seed."""
         block = self._block
         self._simulators.send(own, block.action[rows])
         _, outcome = self._simulators.receive()
@@ -145,7 +145,7 @@ class ServedLanes(Served):
         self._simulators.reset((again - self._lanes.start).tolist(), LaneBlock.decoded(seeds))
 
     def _inform(self, infos: Sequence[Any]) -> None:
-        """Pass on a step's infos, an array for each key, in the block if they fit; EnvError if they are no numbers."""
+        """Deliver a step's infos, an array for each key, in the block if they fit; EnvError if they are no numbers."""
         arrays = []
         for key, values in zip(self._job.env.info_keys, infos, strict=True):
             try:
@@ -162,11 +162,11 @@ class ServedLanes(Served):
         self._block.info_size[self._index] = len(packed) if small else -1
 
     def infos(self) -> bytes:
-        """The infos of the last order, which are too large for the block."""
+        """The last order's infos, pickled, if they were too large for the block."""
         return self._infos
 
     def raised(self) -> Failure:
-        """The failure of the last order."""
+        """The failure of the last order that raised."""
         return self._failure
 
     def snapshot(self) -> Snapshot:
@@ -206,8 +206,8 @@ class ServedLanes(Served):
         """The render mode and the frames per second of a lane; TypeError if it cannot be filmed."""
         if not hasattr(self._simulators, "camera"):
             raise TypeError(f"lane {lane} cannot be filmed, expected a Gymnasium environment that renders: film that")
-        found = self._simulators.camera(lane)
-        return found.mode, found.fps
+        camera = self._simulators.camera(lane)
+        return camera.mode, camera.fps
 
     def picture(self, lane: int) -> Any:
         """The current picture of a lane."""
@@ -219,7 +219,7 @@ class ServedLanes(Served):
         simulators, self._simulators = self._simulators, None
         if simulators is not None:
             simulators.close()
-        sys.stdout.flush()  # after the answer this process may be killed
+        sys.stdout.flush()  # this process may be killed after its answer
         sys.stderr.flush()
 
-    shut = close  # a call of this name closes them, and the process stays until it is ended
+    shut = close  # unlike "close", a call of this name does not end the process
