@@ -54,7 +54,7 @@ def reset(
         raise TypeError(f"options are given, but resets of {env} take none: {mend}")
     simulation: Simulation = state.env_state.claim(stale=stale)
     simulation.show(state.observation)
-    if stale and simulation.renewed is not None and simulation.renewed.renew():
+    if stale and simulation.worker_lanes is not None and simulation.worker_lanes.renew():
         simulation.seed_again()
     chosen = lanes.nonzero()[:, 0].tolist()
     if options is not None:
