@@ -67,9 +67,9 @@ def set_env_params(
 ) -> CollectorState[Array]:
     """Return a state with other parameters of a JAX environment: for domain randomisation and curricula.
 
-    `params` is a pytree like ``env.default_params`` (brax's system, MuJoCo Playground's model). A leaf may have a further
-    first dimension P, with one value per lane. With `at_once`, parameters also act in the current episodes, else from
-    each lane's next one on. `evaluate` runs the environment with its own parameters.
+    `params` is a pytree like ``env.default_params`` (brax's system, MuJoCo Playground's model). Its leaves may have one
+    more dimension, a first one of size P, with a value per lane. With `at_once`, they also act in the current episodes,
+    else from each lane's next one on. `evaluate` runs the environment with its own parameters.
 
     The first change compiles the loop, and so does each change after which another leaf has a value for each lane:
     because it was passed by lane or, unless `at_once`, because its value changed.
@@ -141,7 +141,7 @@ def _changed(env: Env, state: CollectorState, params: Any, at_once: bool, *, tra
     changed = []
     for (path, like), leaf, node in zip(named, leaves, nodes, strict=True):
         name, dtype = jax.tree_util.keystr(path), jnp.asarray(like).dtype
-        if jnp.issubdtype(dtype, np.integer) and jnp.issubdtype(jnp.result_type(leaf), np.inexact):  # it would be truncated
+        if jnp.issubdtype(dtype, np.integer) and jnp.issubdtype(jnp.result_type(leaf), np.inexact):  # it would be cut
             raise ValueError(f"params{name} is {shown(leaf)}, expected an integer: convert it, such as by int")
         by_lane = _is_by_lane(name, leaf, np.shape(like), state.num_lanes)
         old, new = jnp.asarray(_held(node), dtype), jnp.asarray(leaf, dtype)
@@ -184,7 +184,7 @@ def has_rows(env: JaxEnv, params: Any) -> bool:
 
 
 def call_in_lanes(function: Callable[..., Any], params: Any, *arguments: Any, coming: bool = False) -> Any:
-    """Call ``function(*arguments, params)`` in all lanes; `arguments` are [P, ...], `params` of current or `coming` episodes."""
+    """Call ``function(*arguments, params)`` in all lanes; `arguments` are [P, ...], episodes current or `coming`."""
     rows = [node.coming if coming else node.current for node in _nodes(params) if isinstance(node, LaneRows)]
 
     def of_lane(leaves: list[Any], *arguments: Any) -> Any:

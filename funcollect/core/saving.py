@@ -102,7 +102,7 @@ def check_episodes(episodes: Any) -> None:
 
 
 def snapshot(state: CollectorState, episodes: Episodes | None = "continue") -> dict[str, Any]:
-    """A state as plain data; raises as `save` does. With None it serves `counts_in`, and the state may be superseded."""
+    """A state as plain data; raises as `save` does. For None it serves `counts_in`, and the state may be stale."""
     if runs := [*np.shape(state.key)[:-1]]:
         mend = "save each of them, which is jax.tree.map(lambda leaf: leaf[i], state)"
         raise ValueError(f"the state is of {runs} runs, expected one: {mend}")

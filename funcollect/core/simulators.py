@@ -279,7 +279,7 @@ To continue after an exception, begin new episodes: state = funcollect.recover(e
 
 
 def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
-    """Return what `rebuild` needs; ReplayError if these simulators cannot be rebuilt, and so not "forked" (the `aim`)."""
+    """Return what `rebuild` needs; ReplayError if simulators cannot be rebuilt, so not be "forked", say (the `aim`)."""
     env, why, mend = source.env, "", advice
     actions = source.action_log.since_reset() if env.forking == "replay" else None
     if kept := statistics_of(env):
@@ -367,7 +367,7 @@ def _restart(copy: Simulation, lanes: Sequence[int], state: CollectorState) -> N
 
 
 def _repeat_calls(copy: Simulation, record: SimulationRecord, steps: int | None = None) -> None:
-    """Repeat the calls made after `steps` steps, in lanes still in that episode; for None, those in earlier episodes."""
+    """Repeat the calls made after `steps` steps in lanes still in that episode; for None, those of earlier episodes."""
     everywhere, during = copy.env.forking != "replay", steps is not None
     for call in record.calls:
         episodes = enumerate(zip(call.episodes, record.episodes, strict=True))
