@@ -259,9 +259,8 @@ def _reset(
 def recover(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
     """Return a state in which all lanes begin another episode. `state` may be stale, for example after an exception.
 
-    Over simulators, trajectory ids continue from the highest ones used, whichever state of the run is passed. States
-    over JAX and Torch environments are values and never stale: for them this is `reset`. Raises EnvError if an
-    environment raises.
+    Over simulators, trajectory ids continue from the highest ones used, whichever state of the run is passed. Over JAX
+    and Torch, states are values and never stale: for them this is `reset`. Raises EnvError if an environment raises.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1")

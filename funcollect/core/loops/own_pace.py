@@ -1,6 +1,6 @@
 """The loop over simulators that do not wait for each other: each lane makes the steps of a rollout at its own pace.
 
-Whenever some lanes have answered, the policy is called for all lanes, and its outputs for the others, which repeat their
+Whenever some lanes have answered, the policy is called for all lanes; its outputs for the others, which repeat their
 last observation, are dropped. So all calls have the same rows as in `host`, and the data are the same, whoever is late.
 
 Where one call steps all lanes, no lane can wait at the end of a rollout: the rows that it is ahead open the next one.
