@@ -122,7 +122,7 @@ def assemble(space: Space, flat: Mapping[Path, Any], path: Path | None = None) -
 
 
 def map_leaves(function: Callable[[str, Any], Any], observation: Any, name: str = "") -> Any:
-    """An observation or a nested batch with ``function(name, leaf)`` in place of each leaf; names are like ``"b.0"``."""
+    """An observation or a nested batch with ``function(name, leaf)`` in place of each leaf, named like ``"b.0"``."""
     if isinstance(observation, (Mapping, TensorDictBase)):
         prefix = f"{name}." if name else ""
         return {key: map_leaves(function, each, f"{prefix}{key}") for key, each in observation.items()}
