@@ -47,9 +47,9 @@ def track(
     also shows which share of the time the reader waited for workers and workers for the reader, how many versions of
     the weights a batch is behind, and the numbers of replaced workers and copied batches. Zeros are omitted.
 
-    By frames, a logger gets ``speed/frames_per_second`` for each batch that took new frames, and the means over the
-    episodes that ended in the batch: ``episode/return`` (``episode/return/0``, … for several players) and
-    ``episode/length``. Add your own numbers with `Tracked.log`.
+    A logger gets ``speed/frames_per_second`` for each batch that took new frames, and the means over the episodes that
+    ended in the batch: ``episode/return`` (``episode/return/0``, … for several players) and ``episode/length``, all by
+    frames. Add your own numbers with `Tracked.log`.
 
     Args:
         batches: a collector, or any other iterable over TensorDicts, such as a generator that calls `rollout`.

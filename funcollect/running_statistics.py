@@ -188,7 +188,7 @@ def _jax() -> Any:
         return jnp.asarray(value.numpy(force=True) if isinstance(value, Tensor) else value, dtype)
 
     def moments(rows: Any, chosen: Any, count: Any) -> tuple[Any, Any]:
-        """Compute them over all rows under a mask, since shapes cannot depend on data."""
+        """Do what `_torch_moments` does, over all rows under a mask, since shapes cannot depend on data."""
         kept = (jnp.ones(len(rows), bool) if chosen is None else chosen).reshape(-1, *[1] * (rows.ndim - 1))
         number = jnp.maximum(count[0], 1).astype(rows.dtype)
         rough = jnp.where(kept, rows, 0).sum(0) / number  # the sum of many rows is rounded, so this is corrected
