@@ -129,8 +129,8 @@ __version__ = "0.2.0"
 
 @cache
 def _homes() -> dict[str, str]:
-    """The module of each public name, read from the imports above, which therefore state each name once."""
-    import re  # here, since `funcollect --help` needs neither this nor the next
+    """The module of each public name, read from the imports above, so that each name is stated only once."""
+    import re  # here, because `funcollect --help` needs neither module
     from importlib.resources import files
 
     source = files(__name__).joinpath("__init__.py").read_text("utf-8")

@@ -16,7 +16,7 @@ from funcollect.messages import clipped, shown
 
 
 def check_positive(name: str, value: Any, example: int = 128, *, least: int = 1) -> None:
-    """Raise unless `value` is a positive int, or one of at least `least`."""
+    """Raise unless `value` is an int of at least `least`, 1 by default."""
     if not _is_int(value):
         wanted = "a positive int" if least else "an int of at least 0"
         raise TypeError(f"{name} is {shown(value)}, expected {wanted}: pass for example {name}={example}")
@@ -47,10 +47,10 @@ def check_not_given(where: str, kwargs: Mapping[str, Any], reasons: Mapping[str,
 
 
 class Foreign(NamedTuple):
-    """A keyword of TorchRL's that is none here."""
+    """A keyword of TorchRL that is not one of ours."""
 
     why: str  # what there is instead
-    ignored: Callable[[Any, Mapping[str, Any]], bool] = lambda value, call: True  # whether the call means the same
+    ignored: Callable[[Any, Mapping[str, Any]], bool] = lambda value, call: True  # whether it changes nothing in a call
 
 
 def unset(value: Any, call: Mapping[str, Any]) -> bool:
@@ -64,12 +64,12 @@ def unset_or_false(value: Any, call: Mapping[str, Any]) -> bool:
 
 
 def without_foreign(what: str, foreign: Mapping[str, Foreign], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of a call without foreign ones that mean nothing; TypeError if others mean something."""
-    others = {
+    """The keywords of a call without the foreign ones that may be ignored; TypeError if another one is foreign."""
+    refused = {
         name: value for name, value in given.items() if name in foreign and not foreign[name].ignored(value, given)
     }
-    if here := [f"{name}={shown(value)} ({foreign[name].why})" for name, value in others.items()]:
-        raise TypeError(f"{what} does not take {', '.join(here)}: leave it out")
+    if named := [f"{name}={shown(value)} ({foreign[name].why})" for name, value in refused.items()]:
+        raise TypeError(f"{what} does not take {', '.join(named)}: leave it out")
     return {name: value for name, value in given.items() if name not in foreign}
 
 
@@ -90,7 +90,7 @@ def check_flags(**values: Any) -> None:
 def check_number(
     name: str, value: Any, *, most: float = math.inf, positive: bool = False, example: float = 0.5
 ) -> None:
-    """Raise unless `value` is a finite number in [0, `most`], and not 0 if it has to be `positive`."""
+    """Raise unless `value` is a finite number in [0, `most`], and not 0 if it must be `positive`."""
     least = "a positive number" if positive else "a number of at least 0"
     rule = f"expected {f'a number in [0, {most}]' if most < math.inf else least}: pass for example {name}={example}"
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
@@ -100,7 +100,7 @@ def check_number(
 
 
 def check_key(name: str, key: Any, *, required: bool = False) -> None:
-    """Raise TypeError unless `key` is a key of a TensorDict (a string, or a tuple of strings), or None if it may be."""
+    """Raise TypeError unless `key` is a string or a tuple of strings, as in a TensorDict, or None if not `required`."""
     path = (key,) if isinstance(key, str) else key
     whole = isinstance(path, tuple) and path and all(isinstance(part, str) and part for part in path)
     if not whole and (required or key is not None):
@@ -129,7 +129,7 @@ def check_function(name: str, value: Any, what: str, arguments: int) -> None:
 
 
 def check_call(name: str, function: Any, what: str, arguments: int, *keywords: str) -> None:
-    """Raise TypeError if a signature, or that of a decorator, cannot take these positional arguments and keywords."""
+    """Raise TypeError if neither a function nor the one it wraps takes so many arguments and these `keywords`."""
     if isinstance(function, nn.Module):
         function = getattr(function, "_orig_mod", function)  # the module that torch.compile was given
         if type(function).__call__ is nn.Module.__call__:

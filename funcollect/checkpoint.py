@@ -30,9 +30,9 @@ allow(EpisodeStats, OpenReturn)
 class Checkpoint:
     """Saves a training run from time to time, keeps the latest checkpoints, and restores one in another process.
 
-    Each checkpoint is a directory, ``step-…``, that is written beside the others and renamed last, so a crash leaves
-    the previous one whole. A buffer writes only the frames that are new since the checkpoint before. Restoring executes
-    no code from the files. Raises TypeError or ValueError if `directory` is no path, or `keep` is below 1.
+    Each checkpoint is a directory, ``step-…``. It is written under another name and renamed last, so a crash leaves the
+    previous one whole. A buffer writes only the frames that are new since the last checkpoint. Restoring executes no
+    code from the files. Raises TypeError or ValueError if `directory` is no path, or `keep` is below 1.
 
     >>> import funcollect as fc, tempfile, torch
     >>> directory, module = tempfile.mkdtemp(), torch.nn.Linear(4, 2)
@@ -59,9 +59,9 @@ class Checkpoint:
         return f"Checkpoint({str(self.directory)!r}, keep={self.keep})"
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints that are there, in increasing order."""
-        found = [_NAME.fullmatch(path.name) for path in self.directory.glob("step-*")]
-        return sorted(int(each[1]) for each in found if each)
+        """The steps of the existing checkpoints, in increasing order."""
+        matches = [_NAME.fullmatch(path.name) for path in self.directory.glob("step-*")]
+        return sorted(int(match[1]) for match in matches if match)
 
     def latest(self) -> int | None:
         """The step of the latest checkpoint; None if there is none."""
@@ -78,17 +78,17 @@ class Checkpoint:
         episodes: Episodes = "continue",
         **values: Any,
     ) -> None:
-        """Write a checkpoint, then delete the oldest ones; after an error the others are as they were.
+        """Write a checkpoint, then delete the oldest ones. An error leaves the other checkpoints as they were.
 
         Args:
             step: a count that increases from one checkpoint to the next.
             collector: a collector; see its `save`.
             episodes: as `save` of the collector takes it.
             buffer: a `ReplayBuffer`; see its `dumps`.
-            policy: a module, or any object with `state_dict`; a pytree of parameters; or a dict of such.
-            optimizer: an optimizer, likewise, or a pytree such as the state of optax; or a dict of such.
+            policy: a module or any object with `state_dict`, a pytree of parameters, or a dict of either.
+            optimizer: an optimizer, a pytree such as the state of optax, or a dict of either.
             values: numbers, strings, arrays, tensors, generators of NumPy and Torch, `EpisodeStats`, and lists, tuples
-                and dicts of them. A named tuple comes back as a plain one.
+                and dicts of them. A named tuple comes back as a plain tuple.
 
         Raises ValueError for a step that is not after the latest one, ReplayError as `save` of the collector does,
         OSError if the files cannot be written, and TypeError for a value that is no plain data, and for items of a
@@ -109,27 +109,27 @@ class Checkpoint:
             what = f"step is {step}, expected more than {latest}, that of the latest checkpoint in {self.directory}"
             raise ValueError(f"{what}: pass a later step, or another directory for another run")
         self.directory.mkdir(parents=True, exist_ok=True)
-        for left in self.directory.glob(".step-*"):  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in self.directory.glob(".step-*"):  # of a process that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
         fresh = self.directory / f".step-{step}"
-        with contextlib.ExitStack() as undone:  # after an error
-            undone.callback(shutil.rmtree, fresh, ignore_errors=True)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(shutil.rmtree, fresh, ignore_errors=True)
             if memory is not None:
-                undone.callback(setattr, memory, "dumped", memory.dumped)  # the dump that it names by then is deleted
+                on_error.callback(setattr, memory, "dumped", memory.dumped)  # otherwise it would name a deleted dump
             fresh.mkdir()
             parts = {"policy": _saved(policy), "optimizer": _saved(optimizer)}
             write_data(fresh / "values", _KIND, {"parts": parts, "values": values})
             if collector is not None:
                 collector.save(fresh / "collector", episodes=episodes)
             if buffer is not None:
-                earlier = [self._path(each) / "buffer" for each in reversed(self.steps())]
+                earlier = [self._path(other) / "buffer" for other in reversed(self.steps())]
                 buffer.dumps(fresh / "buffer", base=next(filter(Path.exists, earlier), None))
             sync(fresh)
             fresh.rename(self._path(step))
-            undone.pop_all()
+            on_error.pop_all()
         sync(self.directory)
         for old in self.steps()[: -self.keep]:
-            with contextlib.suppress(OSError):  # renamed first: half deleted, it must not count as a checkpoint
+            with contextlib.suppress(OSError):  # renamed first, since a half-deleted one must not count as a checkpoint
                 shutil.rmtree(self._path(old).rename(self.directory / f".step-{old}"))
 
     def restore(
@@ -144,15 +144,15 @@ class Checkpoint:
     ) -> dict[str, Any]:
         """Read a checkpoint into objects that were built like the saved ones, and pytrees like the saved ones.
 
-        Collectors, buffers, modules and optimizers are restored in place, and so are the tensors of a pytree that
-        require gradients: an optimizer over them continues with them. `step` names the checkpoint, by default the
-        latest. A run that continues from an earlier one saves into another directory: in this one its steps would not
-        come after the latest. `episodes` is that of the collector's `restore`. Returns the plain values, ``"step"``,
-        and ``"policy"`` and ``"optimizer"`` if they were given: the same objects, or pytrees with the saved leaves.
+        Collectors, buffers, modules and optimizers are restored in place. So are the tensors of a pytree that require
+        gradients, so that an optimizer over them still applies. `step` selects the checkpoint, by default the latest. A
+        run that continues from an earlier one must save into another directory, because here its steps would not come
+        after the latest. `episodes` is as in the collector's `restore`. Returns the plain values, ``"step"``, and
+        ``"policy"`` and ``"optimizer"`` if they were passed: the same objects, or pytrees with the saved leaves.
 
-        Raises FileNotFoundError if there is no such checkpoint, or it lacks one of these, and ValueError for a damaged
-        file, another version, or an object that was built in another way. After an exception some objects may be
-        restored already: restore them all from another checkpoint.
+        Raises FileNotFoundError if there is no such checkpoint, or it lacks one of these objects, and ValueError for a
+        damaged file, another version, or an object that was built differently. After an exception some objects may
+        already be restored: restore them all from another checkpoint.
         """
         check_episodes(episodes)
         found = self.latest() if step is None else step
@@ -167,11 +167,11 @@ class Checkpoint:
                 raise FileNotFoundError(f"{path} has no {name}: leave it out, or save it")
         parts = {name: given[name] for name in ("policy", "optimizer") if given[name] is not None}
         for name, part in parts.items():
-            own, saved = layouts = [_layout(each) for each in (_saved(part), data["parts"][name])]
-            if differing := [key for key in {*own, *saved} if key not in own or own[key] != saved.get(key, ...)]:
+            current, saved = layouts = [_layout(plain) for plain in (_saved(part), data["parts"][name])]
+            if differing := [key for key in {*current, *saved} if current.get(key, ...) != saved.get(key, ...)]:
                 first = min(differing)
-                one, two = (shown(each[first]) if first in each else "not there" for each in layouts)
-                raise ValueError(f"{name} differs from the saved one: {first} is {one}, was {two}: build it as it was")
+                now, was = (shown(layout[first]) if first in layout else "not there" for layout in layouts)
+                raise ValueError(f"{name} differs from the saved one: {first} is {now}, was {was}: build it as it was")
         if collector is not None:
             collector.restore(path / "collector", episodes=episodes)
         if buffer is not None:
@@ -184,17 +184,17 @@ class Checkpoint:
 
 
 def _stateful(part: Any) -> bool:
-    """Whether an object has its own state to save and to load, as modules, optimizers and policies do."""
+    """Whether an object can save and load its own state, as modules, optimizers and policies can."""
     loads = hasattr(part, "load_state_dict") or hasattr(part, "load")
     return hasattr(part, "state_dict") and loads and not isinstance(part, TensorDictBase)
 
 
 def _saved(part: Any) -> Any:
-    """As plain data, the state of a module or an optimizer, those of a dict of them, or the leaves of a pytree."""
+    """A part as plain data: the state of a module or an optimizer, those of a dict of them, or a pytree's leaves."""
     if part is None:
         return None
     if isinstance(part, dict) and part and all(map(_stateful, part.values())):
-        return {"group": {name: _saved(each) for name, each in part.items()}}
+        return {"group": {name: _saved(member) for name, member in part.items()}}
     if not _stateful(part):
         leaves, treedef = flatten_part(part)
         if isinstance(treedef, optree.PyTreeSpec):
@@ -205,7 +205,7 @@ def _saved(part: Any) -> Any:
     state = dict(part.state_dict())
     if "param_groups" not in state:
         return {"state": state}
-    shapes = [[list(each.shape) for each in group["params"]] for group in part.param_groups]
+    shapes = [[list(parameter.shape) for parameter in group["params"]] for group in part.param_groups]
     return {"state": state, "kind": type(part).__name__, "shapes": shapes}
 
 
@@ -227,7 +227,7 @@ def _layout(saved: Mapping[str, Any]) -> dict[str, Any]:
 def _restored(part: Any, saved: Mapping[str, Any]) -> Any:
     """The part with the saved state: the same object, or a pytree like it."""
     if "group" in saved:
-        return {name: _restored(each, saved["group"][name]) for name, each in part.items()}
+        return {name: _restored(member, saved["group"][name]) for name, member in part.items()}
     if "leaves" in saved:
         return put_back("leaves", part, saved["leaves"], in_place=True)
     (part.load_state_dict if hasattr(part, "load_state_dict") else part.load)(saved["state"])

@@ -1,4 +1,4 @@
-"""The library's exception classes, for faults inside a run; each also derives from a built-in one."""
+"""The library's exceptions, for faults inside a run. Each also derives from a built-in exception."""
 
 
 class FuncollectError(Exception):
@@ -6,7 +6,7 @@ class FuncollectError(Exception):
 
 
 class StaleStateError(FuncollectError, RuntimeError):
-    """A state over simulators was used although a later state has superseded it."""
+    """A state over simulators was used after a later state had superseded it."""
 
 
 class ClosedError(FuncollectError, RuntimeError):
@@ -14,23 +14,23 @@ class ClosedError(FuncollectError, RuntimeError):
 
 
 class ReplayError(FuncollectError, RuntimeError):
-    """Replaying the seed and the actions of an episode did not bring a simulator to the same point."""
+    """A state cannot be copied or saved: its episodes cannot be replayed, or a replay gave other results."""
 
 
 class EnvError(FuncollectError, RuntimeError):
-    """An environment raised, or returned something outside of its own spaces. The message names the lane."""
+    """An environment raised, or returned something that its spaces do not allow. The message names the lane."""
 
 
 class InUseError(EnvError, ValueError):
-    """An instance of an environment backs a state already, and no other one can be made."""
+    """An environment instance is in use by a state, and no other instance can be made."""
 
 
 class NoResetError(EnvError):
-    """Simulators that only reset all lanes together, or by themselves, were to reset some."""
+    """Simulators that reset all lanes together, or by themselves, were asked to reset some of them."""
 
 
 class NotCalledError(EnvError):
-    """The process of some lanes had ended before a function was called, so it was called in none."""
+    """The process of some lanes had ended before a function was called, so it was called in no lane."""
 
 
 class PolicyError(FuncollectError, ValueError):
@@ -38,7 +38,7 @@ class PolicyError(FuncollectError, ValueError):
 
 
 class PluginError(FuncollectError, RuntimeError):
-    """A policy that a package offers by name cannot be made, or is none; `reason` is the message without names."""
+    """A policy that a package offers by name cannot be made, or is no policy; `reason` is the message without names."""
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ class PluginError(FuncollectError, RuntimeError):
 
 
 class WorkerError(FuncollectError, RuntimeError):
-    """The collector's worker number `worker` died, hung or raised, in the `lane` counted over all workers, if known.
+    """The collector's worker number `worker` died, hung or raised; `lane`, if known, is counted over all workers.
 
     `traceback` is the worker's traceback, or its Python stack if it hung; empty if there is neither.
     """
@@ -64,7 +64,7 @@ class EvaluationError(FuncollectError, RuntimeError):
 
 
 class CheckError(FuncollectError, AssertionError):
-    """The conformance check `check` of `funcollect.testing` failed; `report` has those that passed before it."""
+    """The conformance check `check` of `funcollect.testing` failed; `report` lists the checks that passed before it."""
 
     def __init__(self, message: str, check: str = "", report: object = None) -> None:
         super().__init__(message)

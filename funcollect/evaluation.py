@@ -56,10 +56,10 @@ class Evaluation:
 class Evaluator:
     """Evaluates weights as `evaluate` does, in a separate process while the run continues.
 
-    Weights are copied when they are submitted. If the process falls behind, the newest ones are evaluated first. The
-    process runs on one thread, on the CPU, and only while a core has nothing else to do (Linux's idle priority). During
-    `wait` it has the normal priority, if the system permits that. It ends with `close`, with this object, and with the
-    process that made it. `dropped` counts the weights that were dropped because later ones came.
+    Weights are copied when they are submitted. If the process falls behind, it evaluates the newest ones first. It runs
+    on one thread, on the CPU, and only while a core has nothing else to do (Linux's idle priority); during `wait` it
+    has normal priority, if the system permits that. It ends with `close`, with this object, and with the process that
+    made it. `dropped` counts the submitted weights that were replaced by later ones before their evaluation.
 
     Args:
         create_env_fn, create_env_kwargs: the environment, as a collector takes it: a function or an id, since the
@@ -72,7 +72,7 @@ class Evaluator:
         exploration_type: by default deterministic.
         film: where to save a film of the first episode, with ``{step}`` in its name: ``"films/{step}.mp4"``. This needs
             environments that render arrays (see `record`). None for no film.
-        waiting: how many submitted weights may wait; later ones take the place of the oldest.
+        waiting: how many submitted weights may wait; further ones replace the oldest.
 
     Raises:
         TypeError, ValueError: for a bad argument.
@@ -113,17 +113,17 @@ class Evaluator:
         given: dict[str, Any] = {"create_env_kwargs": create_env_kwargs, "policy_factory": policy_factory}
         source = RunnerSpec(create_env_fn=create_env_fn, policy=policy, **given)
         job = EvaluatorJob(source, episodes, seed, max_frames, exploration_type, film)
-        own = policy is None or is_policy(policy)
-        self._policy: Policy | None = policy if own else TorchPolicy(policy, None, None, None)
+        as_it_is = policy is None or is_policy(policy)
+        self._policy: Policy | None = policy if as_it_is else TorchPolicy(policy, None, None, None)
         self._waiting: deque[tuple[int, Mapping[str, Tensor], Any]] = deque(maxlen=int(waiting))  # the newest last
-        self._calls: list[Call] = []  # the evaluations that were begun; only the last one may be under way
+        self._calls: list[Call] = []  # the evaluations that were begun; only the last may still be running
         self.dropped = 0
         self._pool = _Process(_EndsAtOnce(__name__, "call evaluate in the loop instead"), [job], _PATIENT)
         self._child = self._pool.records[0].handle
         self._finalizer = weakref.finalize(self, self._pool.stop)
 
     def submit(self, params: Any = None, step: int = 0) -> None:
-        """Evaluate weights as they are now, once the process is free.
+        """Evaluate the weights as they are now, as soon as the process is free.
 
         `params` are the policy's parameters, None for its own; `step` is a number of your choice that comes back with
         the result. ValueError for parameters that do not fit; EvaluationError if the process has ended.
@@ -135,14 +135,14 @@ class Evaluator:
             if params is not None:
                 self._policy.prepare(params)
             named = self._policy.state_dict(params)
-            weights = {name: torch.as_tensor(each).detach().to("cpu", copy=True) for name, each in named.items()}
+            weights = {name: torch.as_tensor(leaf).detach().to("cpu", copy=True) for name, leaf in named.items()}
         packed = None if weights or params is None else dumps(params, on_cpu=True)  # as they are now
         self.dropped += len(self._waiting) == self._waiting.maxlen
         self._waiting.append((step, weights, packed))
         self._send()
 
     def results(self) -> list[Evaluation]:
-        """The evaluations that have ended since the last call, in the order of their ends; does not wait.
+        """The evaluations that have ended since the last call, in the order in which they ended; does not wait.
 
         EvaluationError if an evaluation raised, or the process has ended. The next call returns the others.
         """
@@ -152,7 +152,7 @@ class Evaluator:
         return self._taken()
 
     def wait(self) -> list[Evaluation]:
-        """Wait until nothing is left to evaluate; then as `results`."""
+        """Wait until all submitted weights are evaluated, and return the `results`."""
         self._check_open()
         _prioritize(self._child, idle=False)
         try:
@@ -163,7 +163,7 @@ class Evaluator:
         return self._taken()
 
     def _send(self) -> bool:
-        """Send the newest weights that wait, if the process is free; return whether it is at work."""
+        """Send the newest waiting weights if the process is free; return whether it is at work now."""
         at_work = bool(self._calls) and not self._calls[-1].done
         if self._waiting and not at_work:
             self._calls.append(self._pool.call(0, "evaluate", *self._waiting.pop()))
@@ -171,7 +171,7 @@ class Evaluator:
         return at_work
 
     def _taken(self) -> list[Evaluation]:
-        """The results that have arrived; the first that is an exception is raised instead."""
+        """The results that have arrived; if one of them is an exception, raise the first instead."""
         for call in self._calls:
             if call.error is not None:
                 self._calls.remove(call)
@@ -196,7 +196,7 @@ class Evaluator:
 
 
 def _film_name(film: str) -> str:
-    """The name of the film of step 0; ValueError unless each step has its own."""
+    """The file name of the film of step 0; ValueError unless each step gets another name."""
     with contextlib.suppress(LookupError, AttributeError, TypeError, ValueError):
         first, second = (film.format(step=step) for step in (0, 1))
         if first != second:
@@ -206,7 +206,7 @@ def _film_name(film: str) -> str:
 
 
 class _Process(WorkerPool):
-    """The one process, which goes on after an evaluation that has raised."""
+    """A pool of one process, which continues after an evaluation that raised."""
 
     @override
     def _refusal(self, record: WorkerRecord, call: Call, failure: Failure) -> EvaluationError:
@@ -234,7 +234,7 @@ class _EndsAtOnce(ProcessTransport):
 
 
 def _prioritize(child: Any, *, idle: bool) -> None:
-    """Change the priority of a process that has not ended; once it has, its number may be another process's."""
+    """Change the priority of a process, unless it has ended: its number may by then be another process's."""
     if child.open and child.owned and not child.ended_by(0):
         run_as_batch_work(idle=idle, pid=child.pid)
 
@@ -249,10 +249,10 @@ class EvaluatorJob:
     max_frames: int
     exploration_type: ExplorationType
     film: str | None
-    place: int = 0  # among the workers of the run: it is the only one
+    place: int = 0  # among the workers of the pool, which has only this one
 
     def pack(self) -> bytes:
-        """The job as bytes, everything in it on the CPU; TypeError if it cannot be sent."""
+        """The job as bytes, with all tensors on the CPU; TypeError if it cannot be sent."""
         mend = "pass functions that build them, create_env_fn and policy_factory"
         with sending("the environment or the policy", "another process", mend):
             return dumps(self, on_cpu=True)
@@ -266,7 +266,7 @@ class Evaluating(Served):
         self._job = job
         self._env, self._policy = job.source.build(Options(frames_per_batch=1, policy_device="cpu"))
         check_pair(self._env, self._policy)
-        if job.film is not None:  # an error after the episodes would lose their statistics
+        if job.film is not None:  # an error only after the episodes would lose their statistics
             check_filmed(self._env, self._policy)
 
     @override
@@ -274,7 +274,7 @@ class Evaluating(Served):
         run_as_batch_work(idle=True)  # from here on
 
     def evaluate(self, step: int, weights: Mapping[str, Tensor], packed: bytes | None) -> Evaluation:
-        """Evaluate the weights by name, or packed params; for neither the policy's own."""
+        """Evaluate `weights` by name, or `packed` params; without both, the policy's own parameters."""
         job, params = self._job, None if packed is None else cloudpickle.loads(packed)
         if weights:
             self._policy.load(dict(weights))

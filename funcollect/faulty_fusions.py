@@ -1,4 +1,4 @@
-"""Keeps JAX correct on the CPU if the installed jaxlib computes wrong numbers."""
+"""Turns off the CPU fusions of XLA in versions of jaxlib where they compute wrong numbers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 from functools import cache
 from importlib import metadata
 
-# Their "YNN" fusions compute wrong numbers (jax#39103) or crash (jax#39257). 0.10.1, 0.11.1 and 0.11.2 are right.
-_RELEASE = re.compile(r"(0\.10\.2|0\.11\.0)(?!\d)")  # with its pre-releases
+# The "YNN" fusions of these compute wrong numbers (jax#39103) or crash (jax#39257). 0.10.1, 0.11.1, 0.11.2 are correct.
+_RELEASE = re.compile(r"(0\.10\.2|0\.11\.0)(?!\d)")  # pre-releases included
 _FLAG = "--xla_cpu_experimental_ynn_fusion_type"
 
 

@@ -1,4 +1,4 @@
-"""Plain data as JSON and arrays, rebuilt without executing code; files and steps that are complete or absent."""
+"""Writes plain data as JSON and arrays, and reads it without executing code; files are complete or absent."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import shown
 
 Arrays = dict[str, npt.NDArray[Any]]
-_Store = Callable[[npt.NDArray[Any]], str]
+_Store = Callable[[npt.NDArray[Any]], str]  # stores an array, and returns the name by which it was stored
 
 _FORMAT = 1
-_HEADER = "header"  # the name of the array that has the JSON
-_GENERATORS = {each.__name__: each for each in (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)}
-_SEQUENCES: dict[str, Callable[..., Any]] = {each.__name__: each for each in (list, tuple, deque, set, frozenset)}
-_RECORDS: dict[str, Any] = {}
+_HEADER = "header"  # the name of the array that holds the JSON
+_GENERATORS = {kind.__name__: kind for kind in (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)}
+_SEQUENCES: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in (list, tuple, deque, set, frozenset)}
+_RECORDS: dict[str, Any] = {}  # the classes that `allow` permits
 
 
 def allow(*kinds: type) -> None:
-    """Let instances of dataclasses or named tuples be written by their fields, and made of them again."""
+    """Permit dataclasses or named tuples: instances are written by their fields, and rebuilt from them."""
     _RECORDS.update({kind.__name__: kind for kind in kinds})
 
 
 def to_data(value: Any, known: Sequence[Any] = ()) -> tuple[Any, Arrays]:
-    """Turn a value into a structure for JSON, and arrays by name; TypeError names the place of what is no plain data.
+    """Turn a value into a structure for JSON, and arrays by name. TypeError names the place of any other object.
 
     The value may nest numbers, strings, bytes, None, lists, tuples, dicts, sets, deques, generators of NumPy and Torch,
-    arrays of all three libraries and instances of allowed classes. Any other named tuple becomes a plain one. An object
-    that it holds twice is one object again after `from_data`. The objects `known` are replaced by their positions.
+    arrays of all three libraries and instances of allowed classes. Any other named tuple becomes a plain tuple. An
+    object held twice is one object again after `from_data`. Objects in `known` are replaced by their positions there.
     """
-    written = _Written({}, {id(each): ["known", position] for position, each in enumerate(known)}, [])
+    written = _Written({}, {id(item): ["known", position] for position, item in enumerate(known)}, [])
     return written.encode(value, "the value"), written.arrays
 
 
 class _Written(NamedTuple):
-    """What is written so far. In a closure that calls itself it would live on, and hold the memory of others."""
+    """What is written so far. It is no recursive closure, since that is a cycle, which would keep arrays alive."""
 
     arrays: Arrays
-    places: dict[int, list[Any]]  # by the id of an object, what stands for it
-    seen: list[Any]  # the objects, so that their ids stay theirs
+    places: dict[int, list[Any]]  # by the id of an object: the structure that refers to it
+    seen: list[Any]  # the objects, kept alive so that no other object gets their ids
 
     def store(self, array: npt.NDArray[Any]) -> str:
         self.arrays[name := f"a{len(self.arrays)}"] = array
@@ -72,17 +72,17 @@ class _Written(NamedTuple):
 
 
 def _nested(value: Any, where: str, encode: Callable[[Any, str], Any]) -> list[Any]:
-    """The structure of a container or a record, a list that begins with its kind; empty for anything else."""
+    """The structure of a container or a record: a list that begins with its kind. Empty for anything else."""
     kind: Any = type(value)
     if kind in _RECORDS.values():
-        names = kind._fields if isinstance(value, tuple) else [each.name for each in fields(kind)]
+        names = kind._fields if isinstance(value, tuple) else [field.name for field in fields(kind)]
         return ["record", kind.__name__, encode({name: getattr(value, name) for name in names}, where)]
     kind = tuple if isinstance(value, tuple) else kind
     if kind in _SEQUENCES.values():
-        parts = [encode(each, f"{where}[{number}]") for number, each in enumerate(value)]
+        parts = [encode(item, f"{where}[{number}]") for number, item in enumerate(value)]
         return [kind.__name__, parts, *([value.maxlen] if kind is deque else [])]
     if isinstance(value, dict):
-        return ["dict", [[encode(key, where), encode(each, f"{where}[{key!r}]")] for key, each in value.items()]]
+        return ["dict", [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]]
     if kind is np.random.Generator and type(value.bit_generator).__name__ in _GENERATORS:
         return ["generator", encode(value.bit_generator.state, where)]
     return []
@@ -97,7 +97,7 @@ def _leaf(value: Any, where: str, store: _Store) -> list[Any]:
         array, name = np.asarray(value), "array" if kind is np.ndarray else "scalar"
         if npy.descr_to_dtype(npy.dtype_to_descr(array.dtype)) == array.dtype:
             return [name, store(array)]
-        if array.dtype.names is None:  # NumPy's files lack this dtype
+        if array.dtype.names is None:  # a dtype that NumPy's files cannot hold
             return [name, *_bytes(array, store)]
     dense = isinstance(value, Tensor) and value.layout == torch.strided
     if dense and not (value.is_meta or value.is_quantized or value.is_nested):  # its elements are in memory
@@ -119,7 +119,7 @@ def _bytes(value: npt.NDArray[Any], store: _Store) -> list[Any]:
 
 
 def from_data(data: Any, arrays: Mapping[str, npt.NDArray[Any]], known: Sequence[Any] = ()) -> Any:
-    """Rebuild a value from the result of `to_data`, with other `known` objects in place of those."""
+    """Rebuild a value from the result of `to_data`; `known` are the objects to use at the positions of its own."""
     seen: list[Any] = []
 
     def decode(data: Any) -> Any:
@@ -129,11 +129,11 @@ def from_data(data: Any, arrays: Mapping[str, npt.NDArray[Any]], known: Sequence
         if kind in ("known", "again"):
             return (known if kind == "known" else seen)[rest[0]]
         number = len(seen)
-        seen.append({} if kind == "dict" else [])  # before the parts, as one may refer to a list or a dict
-        seen[number] = made(kind, rest, seen[number])
+        seen.append({} if kind == "dict" else [])  # before its parts, which may refer to it
+        seen[number] = build(kind, rest, seen[number])
         return seen[number]
 
-    def made(kind: str, rest: list[Any], empty: Any) -> Any:
+    def build(kind: str, rest: list[Any], empty: Any) -> Any:
         if kind in _SEQUENCES:
             empty.extend(map(decode, rest[0]))
             return empty if kind == "list" else _SEQUENCES[kind](empty, *rest[1:])
@@ -158,7 +158,7 @@ def _generator(state: Any) -> np.random.Generator:
 
 
 def _numpy(array: npt.NDArray[Any], name: str | None = None, shape: Sequence[int] = ()) -> npt.NDArray[Any]:
-    """A copy of an array, or of one with this dtype and shape from its bytes."""
+    """A copy of an array, or an array of this dtype and shape from its bytes."""
     if name is None:
         return np.array(array)
     return np.frombuffer(array.tobytes(), import_jax().numpy.dtype(name)).reshape(shape).copy()
@@ -183,7 +183,7 @@ _ARRAYS: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write a file that replaces `path`, or what a link leads to, once the block has ended without an exception."""
+    """Yield a path to write to; after a block without an error, that file replaces `path`, or the target of a link."""
     path = path.resolve()
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder, expected a file: pass another name")
@@ -201,7 +201,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def allocate(fd: int, size: int) -> None:
-    """Give a file this many bytes, and allocate them where the system can: OSError if there is no room."""
+    """Give a file this size in bytes, allocated where the system can do that; OSError if there is no room."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, size)
     else:
@@ -218,25 +218,25 @@ def sync(path: Path) -> None:
 
 
 def read_arrays(path: Path) -> Arrays:
-    """The arrays that `numpy.savez` has written, with checksums; ValueError for a damaged or another kind of file."""
+    """The arrays that `numpy.savez` wrote, whose checksums are checked; ValueError for a damaged or another file."""
     with _reading(path), open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:  # `open` closes it
         return dict(saved)
 
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raise ValueError for any error in the block but a missing file: damaged bytes lead to errors of many kinds."""
+    """Turn any error in the block, except a missing file, into ValueError: damaged bytes cause errors of many kinds."""
     try:
         yield
     except FileNotFoundError:
         raise
     except Exception as error:
-        name = type(error).__name__  # its message may advise to unpickle the file
+        name = type(error).__name__  # without the message, which may advise to unpickle the file
         raise ValueError(f"{path} cannot be read ({name}): it is damaged, or another kind of file") from error
 
 
 def write_data(path: Path, kind: str, value: Any) -> None:
-    """Write plain data (see `to_data`) to a file, which replaces an earlier one if all goes well; `kind` names it."""
+    """Write plain data (see `to_data`) to a file of this `kind`, which replaces an earlier one if all goes well."""
     data, arrays = to_data(value)
     header = json.dumps({"kind": kind, "format": _FORMAT, "data": data}).encode()
     with replacing(path) as fresh, open(fresh, "wb") as file:
@@ -244,7 +244,7 @@ def write_data(path: Path, kind: str, value: Any) -> None:
 
 
 def read_data(path: Path, kind: str) -> Any:
-    """Read what `write_data` has written; raises as `read_arrays` does, also for another kind or format."""
+    """Read what `write_data` wrote; ValueError for a damaged file, and for another kind or format."""
     arrays = read_arrays(path)
     with _reading(path):
         header = json.loads(arrays.pop(_HEADER).tobytes())
@@ -259,7 +259,7 @@ def read_data(path: Path, kind: str) -> Any:
 
 
 class Uninterrupted:
-    """A block at whose end Ctrl-C is handled, in the main thread, which alone it interrupts; blocks may be nested."""
+    """A block that delays Ctrl-C to its end, in the main thread, the only one it interrupts; blocks may be nested."""
 
     __slots__ = ("_handler", "_interrupted_at")
     _outermost: ClassVar[Uninterrupted | None] = None  # the block that the main thread is in

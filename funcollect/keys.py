@@ -1,8 +1,8 @@
 """Computes random numbers from keys, by the formulas of docs/concepts/randomness.md: seeds of episodes, and noise.
 
 A key is a ``uint32[2]`` array, the high and low words of a 64-bit seed (the layout of a legacy JAX key). Every random
-number is a function of the run's key, a purpose, a lane, and an episode or step, and of nothing else: neither earlier
-draws, nor the grouping of lanes, nor the code that computes it (NumPy, Torch, a program of JAX) matters.
+number depends only on the run's key, a purpose, a lane, and an episode or step. It does not depend on earlier draws, on
+the grouping of lanes, or on the code that computes it (NumPy, Torch, or a JAX program).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Key = npt.NDArray[np.uint32]  # [2]
 
 _LOW = 0xFFFFFFFF
 _HASHES = 1 << 14  # at a time, so that they stay in the processor's cache
-_HASHES_ON_DEVICE = 1 << 22  # at a time, so that they take 32 MB for each intermediate result
+_HASHES_ON_DEVICE = 1 << 22  # at a time, so that each intermediate result takes 32 MB
 _ON_CPU = torch.default_generator
-_DRAWS: dict[tuple[torch.device, int], Tensor] = {}
+_DRAWS: dict[tuple[torch.device, int], Tensor] = {}  # the numbers 1, 2, … on GPUs, by device and count
 _KEYS_ON_DEVICE: Any = WeakIdKeyDictionary()  # of the lanes [P] of a run, by its seed and the purpose
 _FEW = 6  # hashes; fewer are faster with Python integers than with NumPy
 
@@ -47,10 +47,10 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """The noise that a policy needs at each step, which is drawn before the rollout.
+    """The noise that a policy needs at each step; it is drawn before the rollout.
 
-    ``uniform`` lies in (0, 1); ``gumbel`` and ``normal`` are standard; all are float32, one array of `shape` per lane.
-    ``keys`` is one ``uint32[2]`` per lane, ``key`` that of the first lane in a call (a JAX function's own randomness).
+    ``uniform`` lies in (0, 1), ``gumbel`` and ``normal`` are standard; all are float32, one array of `shape` per lane.
+    ``keys`` is one ``uint32[2]`` per lane; ``key`` is the first lane's, for a JAX function that draws by itself.
 
     >>> import funcollect as fc
     >>> fc.Noise(kind="gumbel", shape=(4,)).words
@@ -62,7 +62,7 @@ class Noise:
 
     @property
     def words(self) -> int:
-        """The random words of one lane and step."""
+        """The number of random words for one lane and step."""
         return 2 if self.kind in ("key", "keys") else math.prod(self.shape)
 
 
@@ -83,7 +83,7 @@ def seed_of(key: Any) -> int:
 
 
 def fold(key: Any, *data: int) -> tuple[int, int]:
-    """The key that follows from a key and from each of `data`, 32-bit words."""
+    """The key, as two ints, derived from a key and from each 32-bit word of `data` in turn."""
     words = int(key[0]), int(key[1])
     for word in data:
         words = hashed(words, 0, word)
@@ -103,7 +103,7 @@ def lane_keys(key: Key, purpose: Purpose, lanes: npt.NDArray[np.int64]) -> tuple
 
 
 def _keys_on_device(key: Key, purpose: Purpose, lanes: Tensor) -> tuple[Tensor, Tensor]:
-    """What `lane_keys` returns for lanes on a device, as int64 tensors there: computed once, by a hundred kernels."""
+    """Do what `lane_keys` does for lanes on a device, in int64 tensors there; cached: it takes a hundred kernels."""
     known: dict[Any, tuple[Tensor, Tensor]] = _KEYS_ON_DEVICE.setdefault(lanes, {})
     which = seed_of(key), purpose
     if which not in known:
@@ -112,7 +112,7 @@ def _keys_on_device(key: Key, purpose: Purpose, lanes: Tensor) -> tuple[Tensor, 
 
 
 def random_words(keys: tuple[Words, Words], numbers: npt.NDArray[np.int64], width: int) -> Words:
-    """The words [T, P, width] of lanes with these keys [P] at the steps or episodes `numbers`, [T, P] or [T, 1]."""
+    """The random words [T, P, width] of lanes with these keys [P], at steps or episodes `numbers` [T, P] or [T, 1]."""
     draws, length, lanes = -(-width // 2), len(numbers), len(keys[0])
     if length * lanes * draws < _FEW:
         by_lane = [*zip(keys[0].tolist(), keys[1].tolist(), strict=True)]
@@ -146,7 +146,7 @@ def draw_ahead(
 ) -> Tensor:
     """The noise of a whole rollout: [length, P, *shape] float32, or uint32 keys [length, P, 2] or [length, 2].
 
-    For `lanes` in a tensor it is drawn on its device, where logarithms may round differently; else `draw` draws words.
+    For a tensor `lanes` it is drawn on its device, where logarithms may round differently; else `draw` draws the words.
     """
     drawing = lanes[:1] if noise.kind == "key" else lanes
     if isinstance(drawing, Tensor):
@@ -167,7 +167,7 @@ def draw_ahead(
 
 
 def draw_on_device(noise: Noise, keys: tuple[Tensor, Tensor], steps: Tensor) -> Tensor:
-    """What `draw_ahead` returns for the numbers [T] of some steps, computed where the lanes' keys [P] are."""
+    """The noise that `draw_ahead` returns, for steps with these numbers [T], on the device of the lanes' keys [P]."""
     draws = -(-noise.words // 2)
     at_a_time = max(1, _HASHES_ON_DEVICE // max(len(keys[0]) * draws, 1))
     parts = [_part_on_device(noise, keys, part, draws) for part in torch.split(steps[:, None], at_a_time)]
@@ -192,7 +192,7 @@ def _part_on_device(noise: Noise, keys: tuple[Tensor, Tensor], steps: Tensor, dr
 
 
 def _words_on_device(keys: tuple[Tensor, Tensor], numbers: Tensor | int, draws: int) -> tuple[Tensor, Tensor]:
-    """The words ``2j`` and ``2j + 1`` for each j below `draws`, each [..., draws] int64, of lanes' keys [P]."""
+    """The random words ``2j`` and ``2j + 1`` for each j below `draws`, each [..., draws] int64, by lanes' keys [P]."""
     key, numbers, draw = _broadcast(keys, numbers, draws)
     if is_on_gpu(draw):
         return on_gpu("words", key, numbers, draw)  # type: ignore[no-any-return]
@@ -202,18 +202,18 @@ def _words_on_device(keys: tuple[Tensor, Tensor], numbers: Tensor | int, draws: 
 def _broadcast(
     keys: tuple[Tensor, Tensor], numbers: Tensor | int, draws: int
 ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-    """The keys of lanes [P], numbers [..., P] or of all lanes, and the draws from 1 on, to broadcast together."""
+    """The keys [P], the numbers (one, or [..., P]) and the draws 1, 2, …, shaped to broadcast against each other."""
     number = torch.full((), numbers, device=keys[0].device) if isinstance(numbers, int) else numbers[..., None]
     return (keys[0][:, None], keys[1][:, None]), number, _draws(draws, keys[0])
 
 
 def _draws(count: int, like: Tensor) -> Tensor:
-    """The numbers of draws from 1 on, where `like` is. On a GPU they are kept, since to make them takes a launch."""
+    """The numbers of draws, 1 … `count`, on the device of `like`; cached on a GPU, where making them takes a launch."""
     which = like.device, count
     if which in _DRAWS and is_on_gpu(like):
         return _DRAWS[which]
     made = torch.arange(1, 1 + count, device=like.device)
-    if is_on_gpu(like) and not torch.cuda.is_current_stream_capturing():  # which makes memory of the graph's own
+    if is_on_gpu(like) and not torch.cuda.is_current_stream_capturing():  # such memory belongs to the graph
         _DRAWS[which] = made
     return made
 
@@ -258,10 +258,10 @@ class LaneKeys:
 
 
 class torch_generator:  # noqa: N801  (used as a function; a generator function costs a microsecond more per step)
-    """Run Torch's global CPU generator from `state`, which is advanced in place, without gradients; restore both.
+    """A block without gradients that draws from `state`, which is advanced in place, by Torch's global CPU generator.
 
-    That of a CUDA `device` is restored too, and seeded with a number that the CPU's draws first; not while a graph is
-    captured, which draws from the generator as it is when the graph is launched.
+    Both are restored after it. So is the generator of a CUDA `device`, which is first seeded with a number that the
+    CPU's draws; not while a graph is captured, which draws from the generator as it is at each launch.
     """
 
     def __init__(self, state: Tensor, device: torch.device | None = None) -> None:
@@ -283,7 +283,7 @@ class torch_generator:  # noqa: N801  (used as a function; a generator function 
 
 
 def generator_states(device: torch.device | None) -> list[Tensor]:
-    """The state of Torch's global CPU generator, and that of a CUDA `device` unless a graph is captured."""
+    """The states of Torch's global CPU generator and, unless a graph is captured, of that of a CUDA `device`."""
     if device is None or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return [_ON_CPU.get_state()]
     return [_ON_CPU.get_state(), _device_generator(device).get_state()]

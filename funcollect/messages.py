@@ -1,4 +1,4 @@
-"""Values, arrays and texts, as error messages and tables show them."""
+"""Describes values and arrays in short texts, for error messages and tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def clipped(text: str, length: int = 80) -> str:
     """
     if len(text := " ".join(text.split())) <= length:
         return text
-    whole = re.match(r".*[\s,;:()\[\]{}](?=.)", text[: length + 1])  # up to the last boundary that leaves no word cut
+    whole = re.match(r".*[\s,;:()\[\]{}](?=.)", text[: length + 1])  # up to the last boundary between two words
     return f"{(whole[0] if whole else text[:length]).rstrip()} …"
 
 
@@ -31,7 +31,7 @@ def dtypes_and_shapes(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {dtypes_and_shapes(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {dtypes_and_shapes(item)}' for key, item in value.items())}}}"
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(dtypes_and_shapes, value))})"
     return "None" if value is None else type(value).__name__
@@ -49,17 +49,17 @@ def form(answer: Any) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """The name of a value's class; of a class, its own name with the remark that it is one."""
+    """The name of a value's class; for a class, ``"the class X"``."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def name_of(function: Any) -> str:
-    """The name of a function or a class; the class's name of anything else that is called."""
+    """The name of a function or a class; for any other callable, the name of its class."""
     return getattr(function, "__name__", type(function).__name__)
 
 
 def note_arguments(error: Exception, function: str, arguments: tuple[Any, ...], recurrent: Any = None) -> None:
-    """Add to an exception of a user's function what it was called with, and what a mistake in `recurrent` may be."""
+    """Add notes to an exception of a user's function: its arguments, and likely mistakes, such as in `recurrent`."""
     error.add_note(f"{function} was called with {clipped(dtypes_and_shapes(arguments), 300)}")
     if isinstance(error, TypeError) and "positional argument" in str(error):
         error.add_note("a recurrent policy is made with initial_state=, and takes its state as the last argument")

@@ -26,14 +26,14 @@ PARTS += ("hand-over", "reader", "waiting")  # in the order of a frame's way
 
 
 class Timeline(NamedTuple):
-    """What one process, or the mean of several, does while frames are collected."""
+    """How one process, or the mean of several, spends its time while frames are collected."""
 
     where: str
     parts: Mapping[str, float]  # microseconds per frame of the whole run; together they are the time of a frame
 
 
 class Limit(NamedTuple):
-    """How fast the same run would be if it did nothing else."""
+    """The speed of the same run if it did nothing but `what`."""
 
     what: str
     frames_per_second: float
@@ -53,9 +53,9 @@ class Profile:
     subject: str  # the profiled environment, policy or collector
     loop: str  # the name of the loop that ran, as `explain` has it
     frames: int  # that were timed
-    seconds: float  # that they took
-    first_seconds: float  # of the batches before these, which are not counted since they may compile programs
-    timelines: tuple[Timeline, ...]  # where frames are collected and, with workers, where batches are read
+    seconds: float  # that these frames took
+    first_seconds: float  # of the batches before them, not counted because they may compile programs
+    timelines: tuple[Timeline, ...]  # first of the processes that collect; with workers, then of the one that reads
 
     @property
     def frames_per_second(self) -> float:
@@ -80,7 +80,7 @@ class Profile:
         return tuple(Limit(f"bare {part}", 1e6 / value) for part, value in bare.items() if value)
 
     def share(self, part: str) -> float:
-        """The share of the time that a part takes where frames are collected; 0 for one that does not occur."""
+        """The share of the time that a part takes where frames are collected; 0 for a part that does not occur."""
         return self.parts.get(part, 0.0) / self.microseconds
 
     def __str__(self) -> str:
@@ -108,16 +108,16 @@ def profile(
     length: int | None = None,
     reader: Callable[[Any], Any] | None = None,
 ) -> Profile:
-    """Measure where the time of a frame goes; the guide to debugging says what its parts are, and how they are timed.
+    """Measure where the time of a frame goes. The guide to debugging explains the parts, and how they are timed.
 
-    `target` is a collector, which continues from where it is with the same weights; or an environment, which a new
-    collector runs with `policy` (as a collector takes it, None for random actions) and `length` steps in each rollout
-    (None for 128). `reader` is a function that is called with each batch, such as a step of training.
+    `target` is a collector, which continues with the same weights from where it is; or an environment, which a new
+    collector runs with `policy` (as a collector takes it, None for random actions) in rollouts of `length` steps (None
+    for 128). `reader` is a function that is called with each batch, such as a step of training.
 
-    One batch, or one of each asynchronous worker, is collected and not counted, since it may compile programs. Then at
-    least `frames` frames are timed, in whole batches, three at least with workers.
+    First one batch, or one of each asynchronous worker, is collected and not counted, because it may compile programs.
+    Then at least `frames` frames are timed, in whole batches; with workers, in at least three.
 
-    Raises TypeError for another target, and ValueError for a policy or a length beside a collector, and if the
+    Raises TypeError for another target, ValueError for a policy or a length beside a collector, and ValueError if the
     collector has no batches left.
 
     >>> import funcollect as fc
@@ -141,16 +141,16 @@ def profile(
         kind = type(target).__name__
         raise TypeError(f"target is {kind}, expected a collector or an Env: make one with funcollect.make_env")
     size = (target.num_envs or 1) * (128 if length is None else length)
-    with SyncDataCollector(target, policy, frames_per_batch=size, seed=0) as own:
-        return _profiled(own, frames, reader, f"{target!r} with {type(own.policy).__name__}")
+    with SyncDataCollector(target, policy, frames_per_batch=size, seed=0) as collector:
+        return _profiled(collector, frames, reader, f"{target!r} with {type(collector.policy).__name__}")
 
 
 def _profiled(collector: CollectorBase, frames: int, reader: Callable[[Any], Any] | None, subject: str) -> Profile:
     run = collector.run if isinstance(collector, WorkerCollector) else None
-    apart = 0 if run is None or run.together else len(run.workers)  # workers whose batches are their own
+    apart = 0 if run is None or run.together else len(run.workers)  # the workers that make batches of their own
     first = _read(collector, reader, batches=max(apart, 1))
     waited = collector.stats().get("reader_waited", 0.0)
-    with _timed(collector) as times:  # of a worker apart two batches may have been ready before
+    with _timed(collector) as times:  # each worker apart may have had two batches ready before
         least = 4 * apart or (1 if run is None else 3)
         collecting, reading = _read(collector, reader, frames=frames, batches=least)
     waited = collector.stats().get("reader_waited", 0.0) - waited
@@ -159,14 +159,14 @@ def _profiled(collector: CollectorBase, frames: int, reader: Callable[[Any], Any
         raise ValueError(f"{what}: build one with more, since the first batch is not counted")
     if not times:
         raise ValueError(f"{collector!r} has lost every worker meanwhile, expected one to stay: see its stats")
-    count, workers = sum(each.frames for each in times), len(times)
-    whole = sum(each.seconds for each in times) / workers
+    count, workers = sum(one.frames for one in times), len(times)
+    whole = sum(one.seconds for one in times) / workers
     sums: dict[str, float] = defaultdict(float)
-    for part, spent in (item for each in times for item in each.parts.items()):
+    for part, spent in (item for one in times for item in one.parts.items()):
         sums["environment and policy" if part == "rollout" else part] += spent
 
     def timeline(where: str, parts: Mapping[str, float], read: float, rest: str) -> Timeline:
-        """The time that is neither in `parts` nor the reader's is that of the part `rest`."""
+        """Count the time that is neither in `parts` nor the reader's (`read`) as the part `rest`."""
         left = max(whole - sum(parts.values()), 0.0)
         read = min(read, left)
         spent = {**parts, rest: parts.get(rest, 0.0) + left - read, **({"reader": read} if read else {})}
@@ -178,7 +178,7 @@ def _profiled(collector: CollectorBase, frames: int, reader: Callable[[Any], Any
     elif isinstance(collector, ProcessCollector) and collector.in_process:
         timelines = [timeline(f"in this process, with {workers} workers", sums, reading, "hand-over")]
     else:
-        handed = sum(min(each.busy, each.between) for each in times)
+        handed = sum(min(one.busy, one.between) for one in times)
         parts = {part: spent / workers for part, spent in {**sums, "hand-over": handed}.items()}
         taken = {"hand-over": min(max(collecting - waited, 0.0), max(whole - reading, 0.0))}
         timelines = [timeline(f"in each of {workers} workers", parts, 0.0, "waiting")]
@@ -190,27 +190,27 @@ def _profiled(collector: CollectorBase, frames: int, reader: Callable[[Any], Any
 def _read(
     collector: CollectorBase, reader: Callable[[Any], Any] | None, *, frames: int = 0, batches: int = 1
 ) -> tuple[float, float]:
-    """Read at least so many frames and batches, or all that are left; the seconds in the collector and in `reader`."""
+    """Read at least so many frames and batches, or all there are; return the seconds in collector and `reader`."""
     count, collecting, reading, before = 0, 0.0, 0.0, collector.frames
     while collector.frames - before < frames or count < batches:
         began = time.perf_counter()
         batch = next(collector, None)
         if batch is None:
             break
-        given = time.perf_counter()
-        collecting += given - began
+        received = time.perf_counter()
+        collecting += received - began
         if reader is not None:
             reader(batch)
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.synchronize()  # or its work would count as that of the next batch
-            reading += time.perf_counter() - given
+            reading += time.perf_counter() - received
         count += 1
     return collecting, reading
 
 
 @contextmanager
 def _timed(collector: CollectorBase) -> Iterator[list[RolloutTimes]]:
-    """Time the rollouts in the block; after it, the list has the times of this process, or of each worker."""
+    """Time the rollouts in the block; after it, the yielded list has the times of this process or of each worker."""
     times: list[RolloutTimes] = []
     if isinstance(collector, SyncDataCollector):
         stop = timed(collector)
@@ -224,22 +224,22 @@ def _timed(collector: CollectorBase) -> Iterator[list[RolloutTimes]]:
             yield times
         finally:
             if not collector.run.closed:
-                times += [each for each in collector.run.timers(False) if each.frames]
+                times += [one for one in collector.run.timers(False) if one.frames]
 
 
 def _divide(collector: SyncDataCollector, parts: dict[str, float], frames: int) -> None:
-    """Divide parts that cannot be told apart in the run itself, by means of rollouts with random actions."""
+    """Divide the time of parts that the run itself cannot separate, by timing rollouts with random actions."""
     env, length = collector.env, collector.length
     if env.backend == "jax" and (both := parts.pop("environment and policy", 0.0)):
         alone = min(frames * _bare(env, length, collector.max_frames_per_traj), both)
-        parts["environment"] += alone  # beside rollouts that another loop ran
+        parts["environment"] += alone  # added, since other loops may have run some rollouts
         parts["policy"] += both - alone
     elif isinstance(env, SimulatedEnv) and env.workers is not None:
         assert env.open_group is not None
         lane = replace(env, num_envs=1, workers=None, opener=env.open_group(0, 1), open_group=None)
         lanes, whole = env.num_envs or 1, parts["environment"]
-        slowest = math.ceil(lanes / env.workers.num_workers)  # the lanes of one worker
-        parts["environment"] = min(frames / lanes * slowest * _bare(lane, length, None), whole)
+        most = math.ceil(lanes / env.workers.num_workers)  # lanes of one worker
+        parts["environment"] = min(frames / lanes * most * _bare(lane, length, None), whole)
         parts["hand-over"] = whole - parts["environment"]
 
 
@@ -247,7 +247,7 @@ def _bare(env: Env, length: int, max_frames_per_traj: int | None) -> float:
     """Return the seconds of a frame of an environment with random actions, in a loop of the same kind."""
     size = length * (env.num_envs or 1)
     with SyncDataCollector(env, None, frames_per_batch=size, max_frames_per_traj=max_frames_per_traj, seed=0) as alone:
-        next(alone)  # compiles
+        next(alone)  # may compile programs
         with _timed(alone) as times:
             until = time.perf_counter() + 0.3
             _read(alone, None, batches=3)

@@ -1,4 +1,4 @@
-"""Progress of a run: `track` shows a bar for its batches, and gives its numbers to loggers such as TensorBoard."""
+"""Progress of a run: `track` shows a bar for its batches, and passes its numbers to loggers such as TensorBoard."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def track(
 ) -> Tracked:
     """Iterate over batches, a collector's or those of a loop of your own, with a progress bar.
 
-    The bar shows frames, frames per second (which includes the time between batches), episodes, and their mean return
-    and length; only frames if batches lack the keys for episodes. Frames count from the start of the run, as a
-    collector's `frames` does: with `trajs_per_batch` they include frames that wait for the next batch. With workers,
-    the bar also shows how much of the time the reader waited for workers and workers for the reader, how many versions
-    of the weights a batch is behind, and the numbers of replaced workers and copied batches. Zeros are omitted.
+    The bar shows frames, frames per second (including the time between batches), episodes, and their mean return and
+    length; if batches lack the keys for episodes, only frames. Frames count from the start of the run, like a
+    collector's `frames`: with `trajs_per_batch` they include frames that wait for the next batch. With workers, the bar
+    also shows which share of the time the reader waited for workers and workers for the reader, how many versions of
+    the weights a batch is behind, and the numbers of replaced workers and copied batches. Zeros are omitted.
 
-    A logger gets ``speed/frames_per_second`` of each batch for which frames were collected, and ``episode/return``
-    (``episode/return/0``, … for several players) and ``episode/length``, the means of the episodes that ended in the
-    batch, all by frames. Add your own numbers with `Tracked.log`.
+    A logger gets ``speed/frames_per_second`` for each batch that took new frames, and the means over the episodes that
+    ended in the batch: ``episode/return`` (``episode/return/0``, … for several players) and ``episode/length``, all by
+    frames. Add your own numbers with `Tracked.log`.
 
     Args:
         batches: a collector, or any other iterable over TensorDicts, such as a generator that calls `rollout`.
@@ -57,9 +57,9 @@ def track(
         total: the number of frames of a full bar; by default the collector's `total_frames`.
         disable: True hides the bar, False always shows it, None shows it on a terminal or in a notebook.
         file: where to draw the bar; by default standard error.
-        log_dir: the folder for TensorBoard's event files, which is created at once; None for none.
+        log_dir: the folder for TensorBoard's event files, created at once; None for no such files.
         logger: called as ``logger(frames, values)`` with the frames so far and floats by name. Its methods
-            ``begin(frames)`` and ``close()``, if it has them, are called when a loop begins and when it ends.
+            ``begin(frames)`` and ``close()``, if it has them, are called when a loop begins and ends.
 
     Raises ImportError if TensorBoard is not installed for `log_dir`, OSError if that cannot be created, TypeError for
     an argument or a batch of another type, and ValueError for a window below 1.
@@ -99,7 +99,7 @@ def track(
 
 @dataclass(eq=False, repr=False)
 class Tracked:
-    """The result of `track`: iterate over it to get the batches, and after a `break` again to continue the run.
+    """The result of `track`: iterate over it to get the batches; after a `break`, iterate again to continue the run.
 
     The bar and the loggers are closed whenever a loop ends, breaks or raises.
     """
@@ -112,12 +112,12 @@ class Tracked:
     _looping: bool = field(default=False, init=False)
 
     def __iter__(self) -> Iterator[TensorDict]:
-        self._frames = getattr(self._batches, "frames", self._frames)  # not 0 if the run continues after a break
+        self._frames = getattr(self._batches, "frames", self._frames)  # not 0 if the run was continued
         workers, then = shown_workers(self._batches), time.perf_counter()
         with self._opened(), self._bar(initial=self._frames) as bar:
             for batch in self._batches:
                 before, frames = self._frames, self._episodes.add(batch)
-                self._frames = getattr(self._batches, "frames", before + frames)  # a collector's are those of its run
+                self._frames = getattr(self._batches, "frames", before + frames)  # a collector counts those of the run
                 frames = self._frames - before
                 bar.set_postfix(self._episodes.summary() | workers(), refresh=False)
                 if bar.total is not None:
@@ -141,13 +141,13 @@ class Tracked:
             yield
 
     def log(self, values: Mapping[str, Any], frames: int | None = None) -> None:
-        """Give numbers to the loggers; without any, do nothing.
+        """Pass numbers to the loggers; without loggers, do nothing.
 
         `values` are floats, or tensors or arrays of one element, by name, such as ``{"loss/value": loss}``. They belong
-        to `frames`, such as the `step` of an evaluation; by default to the current frame, in the loop.
+        to `frames`, such as the `step` of an evaluation; inside the loop, by default to the current frame.
 
-        Raises RuntimeError outside of a loop over the batches without `frames`, and TypeError or ValueError unless each
-        value is a single number, and `frames` an int of at least 0.
+        Raises RuntimeError outside of the loop if `frames` is not passed, and TypeError or ValueError unless each value
+        is a single number, and `frames` an int of at least 0.
 
         >>> import funcollect as fc
         >>> collector = fc.SyncDataCollector("CartPole-v1", frames_per_batch=100, total_frames=200, seed=0)
@@ -179,7 +179,7 @@ class Tracked:
 
 
 def _means(episodes: EpisodeStats | None) -> dict[str, float]:
-    """The means of the episodes that ended in a batch, by the names that loggers get."""
+    """The means over the episodes that ended in a batch, under the names that loggers get."""
     if episodes is None or not len(episodes):
         return {}
     returns = episodes.returns.mean(0)
@@ -189,7 +189,7 @@ def _means(episodes: EpisodeStats | None) -> dict[str, float]:
 
 
 def shown_workers(collector: Any) -> Callable[[], dict[str, str]]:
-    """A function that returns the entries of the bar for a collector's workers, without zeros; waits count from now."""
+    """A function that returns the bar's entries for a collector's workers, without zeros; waits count from now on."""
     workers = getattr(collector, "num_workers", 0) if hasattr(collector, "stats") else 0
     before, began = collector.stats() if workers else {}, time.monotonic()
     waits = (("reader_waited", "reader_waits", 1), ("workers_waited", "workers_wait", workers))
@@ -207,7 +207,7 @@ def shown_workers(collector: Any) -> Callable[[], dict[str, str]]:
 
 
 class TensorBoard:
-    """A logger that writes TensorBoard's event files into the folder `log_dir`; raises the errors of `track`."""
+    """A logger that writes TensorBoard's event files into the folder `log_dir`; errors are those of `track`."""
 
     def __init__(self, log_dir: str | PathLike[str]) -> None:
         try:
@@ -224,7 +224,7 @@ class TensorBoard:
             raise OSError(f"log_dir is {folder!r}, which cannot be made ({error}): name another folder") from error
 
     def begin(self, frames: int) -> None:
-        """Open another file, after so many frames of the run; TensorBoard hides what was written for later ones."""
+        """Open another file after so many frames of the run; TensorBoard hides values written for later frames."""
         self._writer = self._open(purge_step=frames + 1 if frames else None)
 
     def __call__(self, frames: int, values: Mapping[str, float]) -> None:
@@ -239,7 +239,7 @@ class TensorBoard:
 
 
 class EpisodeWindow:
-    """The means of the last `size` episodes of a stream of batches, at least 1, and counts since its start.
+    """The means over the last `size` episodes (at least 1) of a stream of batches, and counts since its start.
 
     Attributes:
         frames: the number of frames so far, without the padding of split trajectories.

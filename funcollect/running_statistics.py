@@ -1,6 +1,6 @@
 """Running mean and variance of observations, as pure functions over a pytree, in Torch and in JAX.
 
-Each update merges the moments of one batch into those before it (Chan et al., 1979), so the result does not depend on
+Each update merges the moments of a batch into the earlier ones (Chan et al., 1979), so the result does not depend on
 how data are cut into batches, except for rounding.
 
 >>> import funcollect as fc
@@ -56,10 +56,10 @@ _check: Any = partial(check_kind, kind=RunningStatistics, mend=_MEND)
 
 
 def init(space: Space, *, backend: Literal["torch", "jax"] = "torch") -> RunningStatistics:
-    """Statistics of no observation: the mean 0 and the variance 1, so that `normalize` changes nothing.
+    """Statistics of no observation: the mean is 0 and the variance 1, so that `normalize` changes nothing.
 
-    The observation space is a Box, or a Dict or Tuple whose spaces of floats count. Raises TypeError or ValueError for
-    another one, one without floats, or keys that a batch cannot have.
+    The observation space is a Box, or a Dict or Tuple, of which only the spaces of floats count. Raises TypeError or
+    ValueError for another space, one without floats, or keys that a batch cannot have.
 
     >>> import gymnasium
     >>> init(gymnasium.spaces.Box(-1, 1, (2,))).mean
@@ -73,7 +73,7 @@ def init(space: Space, *, backend: Literal["torch", "jax"] = "torch") -> Running
 
 
 def start(shapes: Mapping[str, tuple[int, ...]], backend: str) -> RunningStatistics:
-    """Statistics of nothing, for leaves of these shapes, with sorted names, as pytrees of JAX have them."""
+    """Statistics of no observation, for leaves of these shapes. Names are sorted, as in JAX's pytrees."""
     xp = _TORCH if backend == "torch" else _jax()
     makers = (xp.library.zeros, xp.library.ones)
     mean, variance = ({name: make(shapes[name], dtype=xp.dtype) for name in sorted(shapes)} for make in makers)
@@ -83,9 +83,9 @@ def start(shapes: Mapping[str, tuple[int, ...]], backend: str) -> RunningStatist
 def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> RunningStatistics:
     """Statistics that also count the observations of a batch.
 
-    `batch` is a batch [*B, T], whose observations before each step count; or observations alone, an array
-    [*B, *shape], or a dict or tuple of them. `weights` [*B], an array or a list of bools, or of zeros and ones, tells
-    whether each counts; by default padding and the repeated frames of finished lanes do not.
+    `batch` is a batch [*B, T], whose observations before each step count; or only observations: an array [*B, *shape],
+    or a dict or tuple of such arrays. `weights` [*B], an array or a list of bools, or of zeros and ones, selects those
+    that count; by default, padding and the repeated frames of finished lanes do not.
 
     Raises KeyError if an observation is missing; ValueError for observations or weights of another shape, and for
     observations that are not finite.
@@ -99,7 +99,7 @@ def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> Runn
 
 
 def moments_of(batch: Any, stats: RunningStatistics, weights: Any = None) -> RunningStatistics:
-    """The statistics of a batch alone, with the leaves of others; raises as `update` does."""
+    """The statistics of a batch alone, with the same leaves as `stats`; raises as `update` does."""
     _check("stats", stats)
     first, several = next(iter(stats.mean)), isinstance(batch, (TensorDictBase, Mapping, tuple))
     values = _by_name(batch) if several else {first: batch}
@@ -113,18 +113,18 @@ def moments_of(batch: Any, stats: RunningStatistics, weights: Any = None) -> Run
             raise ValueError(f"{name!r} is {list(got)}, expected {list(wanted)}: pass values of the space's shape")
     if weights is not None and np.shape(weights) != lead:
         raise ValueError(f"weights is {list(np.shape(weights))}, expected {list(lead)}: pass one for each observation")
-    made = _moments(stats, values, weights, math.prod(lead))
-    for name, variance in made.variance.items():
+    moments = _moments(stats, values, weights, math.prod(lead))
+    for name, variance in moments.variance.items():
         if not _hold(variance < math.inf):  # NaN is not smaller
             raise ValueError(
                 f"{name!r} has NaN or infinite numbers, which would stay in the statistics, expected finite ones: "
                 "correct the environment, or exclude these frames with weights="
             )
-    return made
+    return moments
 
 
 def _counting(batch: Any, dims: int) -> Any:
-    """Which frames of a batch with so many dimensions count: neither padding nor repeated ones; None for all."""
+    """A mask of the frames that count, in a batch of `dims` dimensions: no padding, none repeated. None for all."""
     flat = flatten(batch)
     done, mask = flat.get(("done",)), flat.get(("collector", "mask"))
     if done is None:
@@ -155,7 +155,7 @@ def _moments(stats: RunningStatistics, values: Mapping[str, Any], weights: Any, 
 
 
 def _hold(flags: Any) -> bool:
-    """Whether all flags are True; in traced code it is taken for granted."""
+    """Whether all flags are True; in traced code this is assumed."""
     return (not isinstance(flags, Tensor) and isinstance(flags, import_jax().core.Tracer)) or bool(flags.all())
 
 
@@ -181,17 +181,17 @@ _TORCH = SimpleNamespace(
 
 @cache
 def _jax() -> Any:
-    """The same in JAX: in its default precision, with counts in two words of 32 bits."""
+    """The functions of `_TORCH` in JAX: in its default precision, with counts in two words of 32 bits."""
     jnp = import_jax().numpy
 
     def array(value: Any, like: Any, dtype: Any = None) -> Any:
         return jnp.asarray(value.numpy(force=True) if isinstance(value, Tensor) else value, dtype)
 
     def moments(rows: Any, chosen: Any, count: Any) -> tuple[Any, Any]:
-        """Of all rows under a mask, since shapes do not depend on data."""
+        """Do what `_torch_moments` does, over all rows under a mask, since shapes cannot depend on data."""
         kept = (jnp.ones(len(rows), bool) if chosen is None else chosen).reshape(-1, *[1] * (rows.ndim - 1))
         number = jnp.maximum(count[0], 1).astype(rows.dtype)
-        rough = jnp.where(kept, rows, 0).sum(0) / number  # the sum of many rows is rounded, so the mean is corrected
+        rough = jnp.where(kept, rows, 0).sum(0) / number  # the sum of many rows is rounded, so this is corrected
         apart = jnp.where(kept, rows - ranked(rough, rows), 0)
         missing = apart.sum(0) / number
         return rough + missing, jnp.maximum((apart**2).sum(0) / number - missing**2, 0)
@@ -216,7 +216,7 @@ def _arrays_of(stats: RunningStatistics) -> Any:
 
 
 def merge(one: RunningStatistics, other: RunningStatistics) -> RunningStatistics:
-    """The statistics of the observations of both, such as those of two workers, on the device of the first.
+    """The statistics of the observations of both, for example of two workers, on the device of the first.
 
     Raises TypeError or ValueError if one is of Torch and the other of JAX, or their keys differ.
 
@@ -241,7 +241,7 @@ def merge(one: RunningStatistics, other: RunningStatistics) -> RunningStatistics
 
 
 def check_alike(one: RunningStatistics, other: Any) -> None:
-    """Raise TypeError for other statistics in another framework, and ValueError for other keys or shapes."""
+    """Raise TypeError if two statistics are of different frameworks, and ValueError for different keys or shapes."""
     _check("other", other)
     first, second = (_arrays_of(stats).name for stats in (one, other))
     if first != second:
@@ -257,9 +257,9 @@ def check_alike(one: RunningStatistics, other: Any) -> None:
 def normalize(stats: RunningStatistics, observation: Any, *, clip: float | None = None) -> Any:
     """The observation with mean 0 and variance 1, in its own dtype: ``(x - mean) / sqrt(variance + 1e-8)``.
 
-    The observation is an array [..., *shape] of NumPy, Torch or JAX, whichever has the statistics; a dict or tuple of
-    arrays; or a batch, whose observations before and after each step are normalised. Other keys stay as they are, and
-    integers are normalised in the dtype of the statistics. `clip` is the largest absolute value of the result.
+    The observation is an array [..., *shape] of NumPy, Torch or JAX, whichever library the statistics are in; a dict or
+    tuple of arrays; or a batch, whose observations before and after each step are normalised. Other keys stay as they
+    are. Integers are normalised in the dtype of the statistics. `clip` is the largest absolute value of the result.
 
     Raises KeyError if an observation is missing; ValueError for one of another shape, and for a batch without its next
     observations (``compact_obs``).
@@ -291,7 +291,7 @@ def denormalize(stats: RunningStatistics, observation: Any) -> Any:
 
 
 def _applied(stats: RunningStatistics, observation: Any, function: Callable[[Any, Any, Any], Any]) -> Any:
-    """The result of a function of (value, mean, deviation) for each leaf that has statistics."""
+    """The observation with ``function(value, mean, deviation)`` in place of each leaf that has statistics."""
     _check("stats", stats)
 
     def leaf(name: str, value: Any) -> Any:
@@ -320,7 +320,7 @@ def _applied(stats: RunningStatistics, observation: Any, function: Callable[[Any
 
 
 def _like(moment: Any, value: Any) -> Any:
-    """A moment in the framework of an observation, and in its dtype if that is one of floats."""
+    """A moment in the framework of an observation, and in its dtype if that is floating."""
     if isinstance(value, Tensor):
         own = moment if isinstance(moment, Tensor) else torch.from_numpy(np.array(moment))
         return own.to(value) if value.is_floating_point() else own.to(value.device)

@@ -33,9 +33,9 @@ RESERVED = frozenset(
     ("action", "action_log_prob", "action_unsquashed", "collector", "done", "env_params", "next", "reward")
 ) | {"terminated", "truncated"}
 
-PLAYER = "current_player"  # the observation that says whose turn it is, in a game where one moves at a time
+PLAYER = "current_player"  # the observation of whose turn it is, in a game where one player moves at a time
 
-# Where a batch without next observations has those that no following frame has; see `funcollect.next_observations`.
+# Where a batch without next observations holds those that no following frame holds; see `funcollect.next_observations`.
 FINAL = ("collector", "final_observations")
 
 
@@ -47,7 +47,7 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One array of an observation: its key in a batch, its shape and dtype in one environment."""
+    """One array of an observation: its key in a batch, and its shape and dtype in one environment."""
 
     path: Path
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Leaf:
 
 
 def observation_leaves(space: Space, dtype: npt.DTypeLike | None = None) -> tuple[Leaf, ...]:
-    """The leaves of one environment's observation space, in a fixed order, with `dtype` (float32) for floating boxes.
+    """The leaves of one environment's observation space, in a fixed order. Floating boxes get `dtype` (float32).
 
     Raises TypeError for a space that has no fixed-size arrays (Text, Sequence, Graph, OneOf), and ValueError for a Dict
     key that is a key of the batch, is empty or contains a dot.
@@ -100,29 +100,29 @@ def _leaves(space: Space, path: Path, floating: np.dtype[Any]) -> list[Leaf]:
         if isinstance(space, spaces.Text):
             mend = f"leave it out by make_env(…, drop={[*path[:1]]}), or record its bytes by text=256, or flatten it"
         raise TypeError(f"{what}, expected {known}: {mend} with a Gymnasium wrapper")
-    own = np.dtype(space.dtype)
-    return [Leaf(path=path, shape=tuple(space.shape or ()), dtype=floating if own.kind == "f" else own)]
+    dtype = np.dtype(space.dtype)
+    return [Leaf(path=path, shape=tuple(space.shape or ()), dtype=floating if dtype.kind == "f" else dtype)]
 
 
 def _parts(space: Space) -> list[tuple[Any, Space]] | None:
-    """The spaces that a Dict or a Tuple has, with their names or positions; None for any other space."""
+    """The spaces in a Dict or a Tuple, with their names or positions; None for any other space."""
     if isinstance(space, spaces.Dict):
         return [*space.spaces.items()]
     return [*enumerate(space.spaces)] if isinstance(space, spaces.Tuple) else None
 
 
 def assemble(space: Space, flat: Mapping[Path, Any], path: Path | None = None) -> Any:
-    """An observation in the form of its space (array, dict or tuple, nested) from the leaves of a batch, by path."""
+    """An observation in the structure of its space (an array, or nested dicts and tuples), from leaves by path."""
     if path is None:
         path = () if isinstance(space, spaces.Dict) else ("observation",)
     if (parts := _parts(space)) is None:
         return flat[path]
-    made = {name: assemble(child, flat, (*path, str(name))) for name, child in parts}
-    return made if isinstance(space, spaces.Dict) else tuple(made.values())
+    children = {name: assemble(child, flat, (*path, str(name))) for name, child in parts}
+    return children if isinstance(space, spaces.Dict) else tuple(children.values())
 
 
 def map_leaves(function: Callable[[str, Any], Any], observation: Any, name: str = "") -> Any:
-    """An observation, or a nested batch, whose leaves are the results of ``function(name, leaf)``: ``("b.0", 2)``."""
+    """An observation or a nested batch with ``function(name, leaf)`` in place of each leaf, named like ``"b.0"``."""
     if isinstance(observation, (Mapping, TensorDictBase)):
         prefix = f"{name}." if name else ""
         return {key: map_leaves(function, each, f"{prefix}{key}") for key, each in observation.items()}
@@ -144,7 +144,7 @@ def disassemble(space: Space, observation: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class ActionSpec:
-    """The encoding of actions in a batch: the space, and whether discrete actions are one-hot (TorchRL's encoding).
+    """The encoding of actions in a batch: their space, and whether discrete actions are one-hot (TorchRL's encoding).
 
     TypeError for a space that is not Box, Discrete, MultiDiscrete or MultiBinary; ValueError for one-hot actions of a
     space without categories.
@@ -183,7 +183,7 @@ class ActionSpec:
 
     @cached_property
     def plain(self) -> bool:
-        """Whether an action is an index that starts at 0, like the index of a logit."""
+        """Whether an action is a single index that starts at 0, like the index of a logit."""
         return isinstance(self.space, spaces.Discrete) and not self.one_hot and not self.space.start
 
     @cached_property
@@ -218,7 +218,7 @@ class ActionSpec:
         chosen = numpy.stack([part.argmax(-1) for part in parts], -1)
         chosen = chosen.reshape((*action.shape[:-1], *(self.space.shape or ())))
         if not self.start.any():
-            return chosen  # which spares a copy to another device
+            return chosen  # without a copy of `start` to the device
         return chosen + (torch.as_tensor(self.start, device=action.device) if numpy is torch else self.start)
 
 
@@ -237,7 +237,7 @@ class Group:
     comes_and_goes: bool = False  # whether a batch has a ``mask`` [*B, T, n] bool of the agents that are there
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for names that are none, or something else than spaces and a flag."""
+        """Raise TypeError or ValueError for wrong names, and TypeError for wrong spaces or a wrong flag."""
         check_keys("names", self.names, "ant")
         for name in ("observation_space", "action_space"):
             check_kind(name, getattr(self, name), spaces.Space, "pass a space of gymnasium.spaces")
@@ -250,40 +250,40 @@ class Group:
 
     @cached_property
     def action_spec(self) -> ActionSpec:
-        """How the action of one agent looks in a batch."""
+        """The encoding of one agent's action in a batch."""
         return ActionSpec(self.action_space)
 
     @cached_property
     def joint_space(self) -> Space:
         """The space of the actions of all agents together."""
-        own = self.action_space
-        if isinstance(own, spaces.MultiDiscrete):
-            return spaces.MultiDiscrete(np.stack([own.nvec] * self.n), start=np.stack([own.start] * self.n))
-        return batch_space(own, self.n)
+        one = self.action_space
+        if isinstance(one, spaces.MultiDiscrete):
+            return spaces.MultiDiscrete(np.stack([one.nvec] * self.n), start=np.stack([one.start] * self.n))
+        return batch_space(one, self.n)
 
 
 @dataclass(frozen=True)
 class TurnSpec(ActionSpec):
-    """The actions of players who move one after the other, all in one space; their rewards are infos in a loop."""
+    """The actions, all in one space, of players who move in turn. In a loop, their rewards are infos."""
 
     players: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class GroupedSpec(ActionSpec):
-    """The actions of all agents, which loops pass on as one array: by group and agent in their order, flattened."""
+    """The actions of all agents, in loops one flat array [..., A]: group after group, in each agent after agent."""
 
     groups: Mapping[str, Group] = field(default_factory=dict)
     order: tuple[str, ...] = ()  # all agents, in an order that does not depend on their groups
 
     @cached_property
     def parts(self) -> dict[str, slice]:
-        """Where the actions of each group lie."""
+        """The part of the array that holds the actions of each group."""
         sizes = [group.n * math.prod(group.action_spec.shape) for group in self.groups.values()]
         ends = np.cumsum([0, *sizes]).tolist()
-        return {name: slice(*own) for name, own in zip(self.groups, pairwise(ends), strict=True)}
+        return {name: slice(*bounds) for name, bounds in zip(self.groups, pairwise(ends), strict=True)}
 
     def of_group(self, name: str, action: Any) -> Any:
-        """A group's actions [..., n, *shape], of one array [..., A] of all."""
+        """A group's actions [..., n, *shape], from the array [..., A] of all actions."""
         group = self.groups[name]
         return action[..., self.parts[name]].reshape(*action.shape[:-1], group.n, *group.action_spec.shape)

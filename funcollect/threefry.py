@@ -1,8 +1,8 @@
 """Threefry 2x32 with 20 rounds (Salmon et al., 2011): two random words from a key of two words and a counter of two.
 
 JAX's default generator uses the same function: ``hashed(key, 0, data)`` is ``jax.random.fold_in(key, data)``. Words
-have 32 bits, and come as Python integers, uint32 arrays of NumPy or JAX, or int64 tensors of Torch. On a GPU, where
-Torch's operations would launch a hundred kernels for one hash, one kernel that CUDA compiles at its first use does all.
+have 32 bits: Python integers, uint32 arrays of NumPy or JAX, or int64 tensors of Torch. On a GPU, where Torch's
+operations would launch a hundred kernels for one hash, a single kernel does all; CUDA compiles it at its first use.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def hashed(key: Pair, one: Any, two: Any) -> Pair:
 
 
 def hashed_in_jax(key: Pair, one: Any, two: Any) -> Pair:
-    """Hash uint32 arrays of JAX that broadcast against each other: unrolled rounds, which all programs trace once."""
+    """Hash uint32 arrays of JAX that broadcast against each other. The rounds are unrolled, but traced only once."""
     words: Pair = _rounds_in_jax()(key, one, two)
     return words
 
@@ -128,15 +128,15 @@ T threefry_{kind}(T first, T second, T number, T draw) {{{_ROUNDS}
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
-    """Whether the kernels serve a tensor: one on a GPU, and of no class of its own, such as those without numbers."""
+    """Whether the kernels take a tensor: on a GPU, and of no subclass, such as tensors without data."""
     return tensor.is_cuda and type(tensor) is Tensor and _can_compile(tensor.device)
 
 
 def on_gpu(kind: str, key: Pair, number: Tensor, draw: Tensor) -> Any:
     """The ``words`` ``hashed(key, draw | number >> 32 << 16, number & 0xFFFFFFFF)`` of int64 tensors, or numbers.
 
-    ``uniform`` makes a float64 number in (0, 1) of the upper 52 bits of each pair of words; ``uniform32`` and
-    ``gumbel`` make two float32 numbers of each pair, so that the last dimension is twice as long.
+    ``uniform`` returns a float64 number in (0, 1) for the upper 52 bits of each pair of words; ``uniform32`` and
+    ``gumbel`` return two float32 numbers for each pair, so that the last dimension is twice as long.
     """
     made = _kernel(kind)(*key, number, draw)
     return made if kind == "words" else made.view(torch.float64 if kind == "uniform" else torch.float32)
@@ -153,7 +153,7 @@ def _kernel(kind: str) -> Any:
 
 @cache
 def _can_compile(device: torch.device) -> bool:
-    """Whether this build of Torch compiles the kernels; those that lack CUDA's compiler use operations instead."""
+    """Whether this build of Torch can compile the kernels; without CUDA's compiler, operations are used instead."""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     try:
         for kind in _KERNELS:

@@ -1,7 +1,7 @@
 """TensorDicts as optree nodes, and nested dicts by path.
 
 tensordict registers its own node in optree's namespace ``"torch"``, with keys in insertion order and without the lock.
-The node in `NAMESPACE` sorts the keys, keeps the lock and the names of dimensions, and stores only the number of batch
+Our node in `NAMESPACE` sorts the keys, keeps the lock and the names of dimensions, and stores only the number of batch
 dimensions, so that a function mapped over the leaves may change their sizes.
 """
 
@@ -60,7 +60,7 @@ def flatten(nested: Mapping[str, Any], prefix: Path = ()) -> dict[Path, Any]:
 
 
 def key_of(path: Path) -> str | Path:
-    """A path in TensorDict's own form: a string if it has one part, else the tuple."""
+    """A path as TensorDict writes keys: a string if it has one part, else the tuple."""
     return path if path[1:] else path[0]
 
 
@@ -70,16 +70,16 @@ def as_path(key: str | Path) -> Path:
 
 
 def to_tensordict(flat: Mapping[Path, torch.Tensor], batch_size: tuple[int, ...]) -> TensorDict:
-    """A TensorDict over leaves by path, each [*batch_size, ...], which are neither checked nor copied."""
+    """A TensorDict of leaves by path, each [*batch_size, ...], which are neither checked nor copied."""
     return _build(nest(flat), torch.Size(batch_size))
 
 
 def to_batch(
     flat: Mapping[Path, torch.Tensor], batch_size: tuple[int, ...], *, with_time: bool = True, locked: bool = False
 ) -> TensorDict:
-    """The same; if it is `with_time`, time is the last batch dimension, by its name in TorchRL.
+    """Do what `to_tensordict` does; `with_time`, the last batch dimension has the name ``"time"``, as in TorchRL.
 
-    Its nodes are copies of those that tensordict made for such paths, which takes a tenth of the time.
+    The nodes are copies of those that tensordict made for the same paths, which takes a tenth of the time.
     """
     return form_of(tuple(flat), torch.Size(batch_size), with_time, locked).filled((*flat.values(),))
 
@@ -87,12 +87,12 @@ def to_batch(
 class Form(NamedTuple):
     """One node of a batch as tensordict makes it."""
 
-    attributes: dict[str, Any]  # but for its entries, and what refers to other nodes
+    attributes: dict[str, Any]  # all but the entries, the names, and references to other nodes
     names: list[Any] | None  # of its dimensions
-    entries: list[tuple[str, Any]]  # in order, the number of a leaf or the form of a node
+    entries: list[tuple[str, Any]]  # in order: a key, and the number of a leaf or the form of a node
 
     def filled(self, leaves: Sequence[torch.Tensor], parents: Sequence[weakref.ref[TensorDict]] = ()) -> TensorDict:
-        """A node with these leaves, inside of these nodes."""
+        """A node with these leaves, inside of the nodes `parents`."""
         node: TensorDict = object.__new__(TensorDict)
         attributes, refs = vars(node), [*parents, weakref.ref(node)]
         attributes |= self.attributes
@@ -107,27 +107,27 @@ class Form(NamedTuple):
 
 @lru_cache(maxsize=256)
 def form_of(paths: tuple[Path, ...], size: torch.Size, with_time: bool, locked: bool = True) -> Form:
-    """The form of a batch with leaves by these paths; time is its last dimension, by name, if it is `with_time`."""
+    """The form of a batch with leaves by these paths; `with_time`, its last dimension has the name ``"time"``."""
     numbers = nest(dict(zip(paths, range(len(paths)), strict=True)))
     empty = nest({path: torch.empty(size) for path in paths})
-    made = _build(empty, size, time_last(len(size)) if with_time else None)
-    return _form_of(made.lock_() if locked else made, numbers)
+    batch = _build(empty, size, time_last(len(size)) if with_time else None)
+    return _form_of(batch.lock_() if locked else batch, numbers)
 
 
 def _form_of(node: TensorDict, numbers: dict[str, Any]) -> Form:
-    own = ("_tensordict", "_td_dim_names", "_last_op", "__lock_parents_weakrefs")
-    attributes = {name: value for name, value in vars(node).items() if name not in own}
+    per_node = ("_tensordict", "_td_dim_names", "_last_op", "__lock_parents_weakrefs")
+    attributes = {name: value for name, value in vars(node).items() if name not in per_node}
     entries = [(key, _form_of(node.get(key), at) if isinstance(at, dict) else at) for key, at in numbers.items()]
     return Form(attributes, node._td_dim_names, entries)
 
 
 def time_last(dims: int) -> list[Any]:
-    """The names of a batch's dimensions: that of the last one is ``"time"``, the others have none."""
+    """The names of a batch's dimensions: ``"time"`` for the last one, and none for the others."""
     return [*[None] * (dims - 1), "time"]
 
 
 def aliased(nested: Mapping[str, Any], batch_size: torch.Size) -> TensorDict:
-    """A batch, with time last, of new tensors over the memory of a nested dict's, which are no views for autograd."""
+    """A batch, with time last, of new tensors over the same memory, which are not views to autograd."""
     leaves = {name: aliased(each, batch_size) if isinstance(each, dict) else each.data for name, each in nested.items()}
     return TensorDict._new_unsafe(leaves, batch_size=batch_size, names=time_last(len(batch_size)))
 
@@ -145,7 +145,7 @@ def moved(tree: Any, device: torch.device) -> Any:
 
 
 def ranked(array: Any, like: Any) -> Any:
-    """The array with the rank of `like`, unless a scalar, for JAX under ``jax_numpy_rank_promotion="raise"``."""
+    """The array with the rank of `like` (a scalar stays one), for JAX under ``jax_numpy_rank_promotion="raise"``."""
     missing = like.ndim - array.ndim
     return array[(None,) * missing] if array.ndim and missing > 0 else array
 

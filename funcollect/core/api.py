@@ -29,7 +29,7 @@ from funcollect.policies.population import Population
 from funcollect.protocols import Env, Policy, SimulatorsOfLanes
 from funcollect.specs import ExplorationType, GroupedSpec, TurnSpec
 
-_STATES: dict[str, Any] = {"host": host, "torch": tensor, "jax": over_jax, "device": device}  # by an Env's backend
+_BACKENDS: dict[str, Any] = {"host": host, "torch": tensor, "jax": over_jax, "device": device}  # for init, reset, fork
 RunLoop = Callable[[Any, Policy, CollectorState, Request], tuple[CollectorState, TensorDict]]
 LOOPS: dict[str, RunLoop] = {  # by `Route.loop`
     "host": own_pace.run,
@@ -62,12 +62,12 @@ def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
 
 
 def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, total_lanes: int) -> CollectorState:
-    """Do what `init` does for a checked pair, for the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
+    """Implement `init` for a checked pair, for the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
     check_eager("init", seed)
     if isinstance(policy, Population | GroupPolicy):
         policy = policy.of_lanes(range(first_lane, first_lane + (env.num_envs or 1)), total_lanes)
     with memory_for(lambda: f"the first state of {env.num_envs or 1:,} environments"):
-        state: CollectorState = _STATES[env.backend].init(env, policy, key_from_seed(seed), first_lane, total_lanes)
+        state: CollectorState = _BACKENDS[env.backend].init(env, policy, key_from_seed(seed), first_lane, total_lanes)
         return state
 
 
@@ -91,8 +91,8 @@ def rollout(
         length: the number of steps, T.
         params: the parameters to act with; None for the policy's own current ones.
         exploration_type: whether the policy samples or acts deterministically.
-        exploration: other values for the numbers in `Policy.exploration`, such as ``{"epsilon": 0.1}``, tensors [L]
-            for the lanes of the whole run, or functions of the number of its frames so far. The batch holds them.
+        exploration: values to use instead of those in `Policy.exploration`, such as ``{"epsilon": 0.1}``: numbers,
+            tensors [L] with one per lane of the whole run, or functions of its frames so far. The batch holds them.
         max_frames_per_traj: steps after which a trajectory is truncated; None for no limit.
 
     Returns:
@@ -112,11 +112,11 @@ def rollout(
     >>> state.frames, batch.batch_size, batch["observation"].shape, batch["next", "reward"].shape
     (32, torch.Size([2, 16]), torch.Size([2, 16, 4]), torch.Size([2, 16, 1]))
     """
-    asked = _request(length, params, exploration_type, exploration, max_frames_per_traj, with_time=True)
-    return run(env, policy, state, asked)
+    request = _request(length, params, exploration_type, exploration, max_frames_per_traj, with_time=True)
+    return run(env, policy, state, request)
 
 
-_plain = lru_cache(maxsize=256)(Request)  # of plain values
+_checked = lru_cache(maxsize=256)(Request)  # so that plain values are checked once
 
 
 def _request(
@@ -124,7 +124,7 @@ def _request(
 ) -> Request:
     plain = exploration is NO_VALUES and type(length) is int and type(exploration_type) is ExplorationType
     if plain and (limit is None or type(limit) is int):
-        return _plain(length, None, exploration_type, max_frames_per_traj=limit, with_time=with_time).given(params)
+        return _checked(length, None, exploration_type, max_frames_per_traj=limit, with_time=with_time).given(params)
     return Request(length, params, exploration_type, exploration, limit, with_time=with_time)
 
 
@@ -136,39 +136,40 @@ def run(
     function: str = "rollout",
     loops: Mapping[str, RunLoop] = LOOPS,
 ) -> tuple[CollectorState[Array], TensorDict]:
-    """Do what `rollout` does, with every option, by one of `loops`; `function` is what the user called."""
+    """Implement `rollout` with every option, by one of `loops`; errors name the `function` that the user called."""
     opened = state.opened if type(state) is CollectorState and loops is LOOPS else None
 
-    def what() -> str:
+    def description() -> str:
         return f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"
 
-    if opened is not None and (known := opened.known(request)) is not None:
+    if opened is not None and (repeated := opened.repeated(request)) is not None:
         check_eager(function)
-        with memory_for(what):
-            done = opened.rollout(env, policy, state, known)
-        if done is not None:
-            return done[0], _delivered(env, with_values(done[1], known.exploration))
+        with memory_for(description):
+            result = opened.rollout(env, policy, state, repeated)
+        if result is not None:
+            return result[0], _presented(env, with_values(result[1], repeated.exploration))
     check_policy(policy)
     params = policy.params if policy.backend == "jax" and request.params is None else request.params
     check_state(env, state, function, params)
-    asking, asked = policy, request
+    user_policy, user_request = policy, request
     policy = of_lanes(env, policy, state)
     values = exploration_values(policy, request.exploration, state)
     if values is not request.exploration:
         request = replace(request, exploration=values)
     route = route_of(env, policy, request.exploration_type)
-    run_loop, inner = loops[route.loop], route.policy
-    with memory_for(what):
-        if inner is policy or not is_lowered(inner):
-            after, batch = run_loop(env, inner, state, request)
+    run_loop, run_policy = loops[route.loop], route.policy
+    with memory_for(description):
+        if run_policy is policy or not is_lowered(run_policy):
+            after, batch = run_loop(env, run_policy, state, request)
         else:
-            after, batch = run_in_jax(inner, state, lambda entered: run_loop(env, inner, entered, request))
+            after, batch = run_in_jax(run_policy, state, lambda entered: run_loop(env, run_policy, entered, request))
     if after.opened is not None:
-        after.opened.remember(asked, request if inner is asking else None)
-    return after, _delivered(env, with_values(batch, values))
+        after.opened.remember(user_request, request if run_policy is user_policy else None)
+    return after, _presented(env, with_values(batch, values))
 
 
-def _delivered(env: Env, batch: TensorDict) -> TensorDict:
+def _presented(env: Env, batch: TensorDict) -> TensorDict:
+    """Return the batch with the columns of several agents by group or player."""
     spec = env.action_spec
     return presented(batch, spec) if isinstance(spec, (GroupedSpec, TurnSpec)) else batch
 
@@ -182,7 +183,7 @@ def step(
     exploration_type: ExplorationType = ExplorationType.RANDOM,
     exploration: Mapping[str, Value] = NO_VALUES,
 ) -> tuple[CollectorState[Array], TensorDict]:
-    """Run one step of every lane: a rollout of length 1 without the time dimension, with its arguments and errors.
+    """Run one step of every lane, as a `rollout` of length 1 whose batch has no time dimension; errors are the same.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
@@ -208,10 +209,10 @@ def reset(
         state: the state to continue from.
         mask: [P] bool; None for all lanes.
         to: over environments in JAX or Torch, the states where these episodes begin: a pytree [P, ...] like
-            ``state.env_state`` (in JAX its field ``current``), of which the lanes of `mask` are read; or a pair of
-            states and observations, if the environment has no function `observation_of`.
-        options: over single Gymnasium environments, those of the environments' own `reset`, for this reset alone.
-            `fork` repeats it; `save` needs ``episodes="restart"`` while such an episode runs.
+            ``state.env_state`` (in JAX, its field ``current``), read only in the lanes of `mask`; or a pair of such
+            states and their observations, if the environment has no function `observation_of`.
+        options: over single Gymnasium environments, the options of the environment's own `reset`, for this call only.
+            `fork` repeats them; `save` needs ``episodes="restart"`` while such an episode runs.
 
     Raises:
         TypeError: for `to` or `options` in an environment that does not take them.
@@ -228,39 +229,38 @@ def reset(
     ([0, 4], [2, 1])
     """
     check_state(env, state, "reset", (mask, to))
-    given = {name: value for name, value in {"to": to, "options": options}.items() if value is not None}
-    known = {"host": "options", "torch": "to", "jax": "to"}.get(env.backend)
-    if given.keys() - {known}:
-        raise TypeError(f"{shown([*given])} is not for {env!r}, expected {known or 'neither'}: leave the other out")
+    starts = {name: value for name, value in {"to": to, "options": options}.items() if value is not None}
+    accepted = {"host": "options", "torch": "to", "jax": "to"}.get(env.backend)
+    if starts.keys() - {accepted}:
+        raise TypeError(f"{shown([*starts])} is not for {env!r}, expected {accepted or 'neither'}: leave the other out")
     if options is not None:
         check_kind("options", options, Mapping, "pass the dict that the environments' reset takes")
-    return _reset(env, state, mask, **given)
+    return _reset(env, state, mask, **starts)
 
 
 def _reset(
     env: Env, state: CollectorState[Array], mask: Any, *, stale: bool = False, **starts: Any
 ) -> CollectorState[Array]:
     place = state.lane.device if isinstance(state.lane, Tensor) else "cpu"  # over JAX, too
-    every = lanes = torch.ones(state.num_lanes, dtype=torch.bool, device=place)
+    all_lanes = lanes = torch.ones(state.num_lanes, dtype=torch.bool, device=place)
     if mask is not None:
         try:
-            lanes = torch.as_tensor(mask, device=every.device)
-            given = f"{lanes.dtype} {tuple(lanes.shape)}"
+            lanes = torch.as_tensor(mask, device=place)
+            got = f"{lanes.dtype} {tuple(lanes.shape)}"
         except (TypeError, ValueError, RuntimeError):  # such as a ragged list
-            given = shown(mask)
-        if given != f"{every.dtype} {tuple(every.shape)}":
-            raise ValueError(f"mask is {given}, expected bool {tuple(every.shape)}: pass one flag per lane")
+            got = shown(mask)
+        if got != f"{all_lanes.dtype} {tuple(all_lanes.shape)}":
+            raise ValueError(f"mask is {got}, expected bool {tuple(all_lanes.shape)}: pass one flag per lane")
     with memory_for(lambda: f"a reset of {state.num_lanes:,} environments"):
-        begun: CollectorState[Array] = _STATES[env.backend].reset(env, state, lanes, stale=stale, **starts)
-        return begun
+        after: CollectorState[Array] = _BACKENDS[env.backend].reset(env, state, lanes, stale=stale, **starts)
+        return after
 
 
 def recover(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
-    """Return a state in which all lanes begin another episode, also from a stale state, such as after an exception.
+    """Return a state in which all lanes begin another episode. `state` may be stale, for example after an exception.
 
-    Over simulators, trajectory ids continue from the highest ones used, whichever state of the run is given. States
-    over JAX and Torch environments are values and never stale: for them this is `reset`. Raises EnvError if an
-    environment does.
+    Over simulators, trajectory ids continue from the highest ones used, whichever state of the run is passed. Over JAX
+    and Torch, states are values and never stale: for them this is `reset`. Raises EnvError if an environment raises.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1")
@@ -280,10 +280,10 @@ def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
 
     Raises:
         ReplayError: for an environment that supports neither (EnvPool, TorchRL's, wrappers with running statistics,
-            ``replayable=False``), for an episode with more than 128 MiB of actions of all lanes, and if the new
+            ``replayable=False``), for an episode with more than 128 MiB of actions over all lanes, and if a new
             simulator returns another observation.
-        EnvError: if an environment raises during the replay. Lanes of a vector environment are stepped together, also
-            those whose episode has not begun, so one that refuses illegal actions may raise.
+        EnvError: if an environment raises during the replay. A vector environment steps all its lanes together, also
+            those whose episode has not begun yet, so one that refuses illegal actions may raise.
         StaleStateError: if the state has been superseded by a later one.
         ValueError: for an environment instance that cannot be rebuilt.
 
@@ -299,7 +299,7 @@ def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
     if env.backend == "torch":
         return state  # which is a value
     with memory_for(lambda: f"a copy of the state of {state.num_lanes:,} environments"):
-        copied: CollectorState[Array] = _STATES[env.backend].fork(env, state)
+        copied: CollectorState[Array] = _BACKENDS[env.backend].fork(env, state)
         return copied
 
 
@@ -308,21 +308,21 @@ def apply(
 ) -> tuple[CollectorState[Array], list[Any]]:
     """Call ``function(lane_env, *args)`` for every lane of Gymnasium's or TorchRL's single environments.
 
-    Each is passed as the factory returned it, wherever it lives; with `num_workers`, cloudpickle sends the function,
-    its arguments and results. It acts from the next step on, and in all later episodes; the observation at the root of
-    the next frame remains the one that was there. `fork` repeats the calls on its copies, and so do processes that
-    replace lost ones. Functions are not saved: after a call, `save` needs ``episodes="restart"``; call it again after
-    `load`. `evaluate` runs environments as they were made.
+    `lane_env` is the environment as the factory returned it. With `num_workers`, cloudpickle sends the function, its
+    arguments and its results. Changes act from the next step on, and in all later episodes; the root observation of
+    the next frame stays as it is. `fork` repeats the calls on its copies, and so do processes that replace lost ones.
+    Calls are not saved: after one, `save` needs ``episodes="restart"``, and you call the function again after `load`.
+    `evaluate` runs environments as they were made.
 
     Returns:
         The next state (`state` is stale), and the results in the order of lanes.
 
     Raises:
         TypeError: for an environment without an object for each lane, and for a function, arguments or results that
-            cannot be sent. `state` can still be used; results that cannot be sent are those of calls that were made.
+            cannot be sent. `state` can still be used. If only the results cannot be sent, the calls were made.
         StaleStateError: if the state has been superseded by a later one.
-        EnvError: if the function raises, or a process is lost. `recover` begins new episodes. Some lanes have been
-            changed then, so let the function set values rather than add to them, and call it again.
+        EnvError: if the function raises, or a process is lost. `recover` begins new episodes. Some lanes may be
+            changed by then, so let the function set values rather than add to them, and call it again.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)

@@ -1,7 +1,7 @@
-"""The batch of a rollout: counts its steps, names its columns, checks the rewards, and puts time last.
+"""Makes the batch of a rollout: counts its steps, names its columns, checks the rewards, and puts time last.
 
-Counters are computed for all steps at once, and those of one kind share one array: one call into Torch costs as much as
-a step of a small environment.
+Counters are computed for all steps at once, and those of one kind share one array, because one call into Torch costs as
+much as a step of a small environment.
 """
 
 from __future__ import annotations
@@ -29,56 +29,56 @@ ROOT_FLAGS: list[Path] = [("terminated",), ("truncated",), ("done",)]
 NEXT_FLAGS: list[Path] = [("next", *path) for path in ROOT_FLAGS]
 _FLAGS = [*ROOT_FLAGS, *NEXT_FLAGS]
 REWARD: Path = ("next", "reward")
-_LANES = ("lane", "episode", "step", "returns", "terminated", "truncated")  # the counters [P] of a state
+_COUNTERS = ("lane", "episode", "step", "returns", "terminated", "truncated")  # the counters [P] of a state
 _NUMBERS: list[Path] = [("collector", name) for name in ("traj_ids", "step", "lane", "policy_version")]
 
 
 class Page(NamedTuple):
-    """The memory of one rollout: what its steps record, and what its batch shows of that."""
+    """The memory of one rollout: the arrays that its steps are recorded in, and the leaves of its batch over them."""
 
     columns: Sequence[Any]  # [T, P, ...]: tensors, or arrays of NumPy; the rewards come last
-    numbers: Any  # [4, P, T] int64: `_NUMBERS`; on the CPU in NumPy, as the flags
-    flags: Any  # [6, P, T] bool, False at first: `_FLAGS`
-    leaves: Sequence[Tensor]  # of the batch
+    numbers: Any  # [4, P, T] int64, in the order of `_NUMBERS`; arrays of NumPy on the CPU, like the flags
+    flags: Any  # [6, P, T] bool, in the order of `_FLAGS`; False at first
+    leaves: Sequence[Tensor]  # of the batch: views of the three above
 
 
 class Book:
-    """The memory of n rollouts of one request, in pages, and what holds for all of them.
+    """Memory for n rollouts of one request, a `Page` for each.
 
-    Short rollouts share memory, since to make a tensor costs as much as a step of a small environment.
+    Short rollouts share tensors, because making a tensor costs as much as a step of a small environment.
     """
 
     def __init__(
         self, columns: Columns, ends: Sequence[Tensor], *, single: bool, request: Request, in_numpy: bool = False
     ) -> None:
-        """Over `columns` [n, T, P, ...] by the batch's keys, rewards last, and two flags [T, P] for every rollout."""
+        """Use `columns` [n, T, P, ...] by the batch's keys, rewards last. All pages share two flags [T, P], `ends`."""
         count, length, num_lanes = columns[REWARD].shape
         place, with_time = columns[REWARD].device, request.with_time
         self._single, self._with_time = single, with_time
         self._size = torch.Size((*[num_lanes] * (not single), *[length] * with_time))
         self.paths = (*columns, *_NUMBERS, *_FLAGS)
-        self._forms: dict[tuple[Path, ...], Form] = {}  # by the other paths of a batch
+        self._forms: dict[tuple[Path, ...], Form] = {}  # by the paths of the further columns of a batch
         self.on_host = place.type == "cpu"
-        self.terminated, self.truncated = (_in_numpy(each) if in_numpy else each for each in ends)  # False at first
-        self.episode, self.ids = None, None  # of the lanes that were counted last, and their trajectories [P, 1]
+        self.terminated, self.truncated = (_in_numpy(flag) if in_numpy else flag for flag in ends)  # False at first
+        self.episode, self.ids = None, None  # `_count_steps` caches the trajectory ids [P, 1] of these episodes [P]
         self.never = torch.zeros(num_lanes, dtype=torch.bool, device=place)
         self.time: Any = np.arange(length) if self.on_host else torch.arange(length, device=place)
         numbers = torch.empty(count, len(_NUMBERS), num_lanes, length, dtype=torch.int64, device=place)
         flags = torch.zeros(count, len(_FLAGS), num_lanes, length, dtype=torch.bool, device=place)
-        leaves = [self._shown(each.unsqueeze(-1) if path == REWARD else each, 1) for path, each in columns.items()]
-        shown = [each.unbind() for each in leaves]
+        shown = [self._shown(leaf.unsqueeze(-1) if path == REWARD else leaf, 1) for path, leaf in columns.items()]
+        leaves = [leaf.unbind() for leaf in shown]  # by key, then by page
         for names, memory in ((_NUMBERS, numbers.mT), (_FLAGS, flags.mT.unsqueeze(-1))):
-            every = self._shown(memory.flatten(0, 1), 1).unbind()
-            shown += [every[at :: len(names)] for at in range(len(names))]
-        counted = [_in_numpy(each) if self.on_host else each for each in (numbers, flags)]
-        recorded = [_in_numpy(each) if in_numpy else each for each in columns.values()]
-        self.pages = map(Page, zip(*recorded, strict=True), *counted, zip(*shown, strict=True))
+            views = self._shown(memory.flatten(0, 1), 1).unbind()  # page by page, in each one by name
+            leaves += [views[index :: len(names)] for index in range(len(names))]
+        counted = [_in_numpy(array) if self.on_host else array for array in (numbers, flags)]
+        recorded = [_in_numpy(column) if in_numpy else column for column in columns.values()]
+        self.pages = map(Page, zip(*recorded, strict=True), *counted, zip(*leaves, strict=True))
 
     def _shown(self, column: Tensor, time: int = 0) -> Tensor:
         return shown(column, time, single=self._single, with_time=self._with_time)
 
     def batch(self, page: Page, beside: Columns) -> TensorDict:
-        """Return the locked batch of a page, and of columns [T, P, ...] beside it."""
+        """Return the locked batch of a page and of the further columns `beside` [T, P, ...]."""
         names = (*beside,)
         if (form := self._forms.get(names)) is None:
             check_apart(names, [path for path in self.paths if path[0] not in RESERVED])
@@ -89,10 +89,10 @@ class Book:
 def deliver(
     state: CollectorState, request: Request, book: Book, page: Page, beside: Columns, *, ended: bool = True
 ) -> tuple[dict[str, Tensor], TensorDict]:
-    """Return the counters of the state after a rollout that began with `state`, and its batch.
+    """Return the counters [P] of the state after a rollout that began with `state`, and the rollout's batch.
 
-    The columns `beside` those of the page are [T, P, ...] by the batch's keys. Without `ended` no episode ended, on
-    the host. On a device, nothing waits for it here within `reads_together`.
+    `beside` are the columns [T, P, ...] that are not on the page. `ended` is False only if, on the host, no episode
+    ended. Within `reads_together` this does not wait for a device.
     """
     if request.reset_when_done and book.on_host and (not ended or request.length == 1):
         after = _count_steps(state, book, page, ended=ended)
@@ -110,7 +110,7 @@ def _in_numpy(memory: Any) -> Any:
 
 
 def _count_steps(state: CollectorState, book: Book, page: Page, *, ended: bool) -> dict[str, Tensor]:
-    """Count as `_count` does if no step but the last one `ended` an episode, on the host: by additions alone."""
+    """Do what `_count` does, by additions alone, if on the host only the last step may have `ended` episodes."""
     reward, (ids, steps, lanes, versions) = _in_numpy(page.columns[-1]), page.numbers
     lane, episode, step = state.lane.numpy(), state.episode.numpy(), state.step.numpy()
     if state.episode is not book.episode:
@@ -123,22 +123,22 @@ def _count_steps(state: CollectorState, book: Book, page: Page, *, ended: bool) 
         rows = reward.astype(np.float64)
         rows[0] = returns
         returns = rows.cumsum(0)[-1]
-    made = step + len(reward)
+    step_after = step + len(reward)
     after = {"terminated": book.never, "truncated": book.never}
     if ended:
         flags = page.flags[..., -1]
         flags[3], flags[4] = _in_numpy(book.terminated[-1]), _in_numpy(book.truncated[-1])
         flags[5] = done = flags[3] | flags[4]
-        made[done], returns[done] = 0, 0.0
+        step_after[done], returns[done] = 0, 0.0
         after["episode"] = torch.from_numpy(episode + done)
         book.terminated[-1] = book.truncated[-1] = False
-    return {**after, "step": torch.from_numpy(made), "returns": torch.from_numpy(returns)}
+    return {**after, "step": torch.from_numpy(step_after), "returns": torch.from_numpy(returns)}
 
 
 def _count(state: CollectorState, request: Request, book: Book, page: Page) -> dict[str, Tensor]:
     """Write the counters and flags of a rollout, on the host or on a device; return the counters after it."""
     xp, view = (np, _in_numpy) if book.on_host else (torch, Tensor.detach)
-    before = SimpleNamespace(**{name: view(getattr(state, name)) for name in _LANES})
+    before = SimpleNamespace(**{name: view(getattr(state, name)) for name in _COUNTERS})
     count = _count_episodes if request.reset_when_done else _count_until_finished
     recorded = map(view, (page.flags, page.columns[-1], book.terminated, book.truncated))
     number, step, after = count(xp, before, book.time, *recorded)
@@ -152,9 +152,9 @@ def _count(state: CollectorState, request: Request, book: Book, page: Page) -> d
 def _count_episodes(
     xp: Any, before: Any, time: Any, flags: Any, reward: Any, terminated: Any, truncated: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Return each step's episode and its number in that [P, T], and the counters after the last one.
+    """Return each step's episode and its index in that episode, both [P, T], and the counters after the last step.
 
-    Finished lanes began others. `time` are the steps' numbers [T], the batch's `flags` [6, P, T] are False and written.
+    A lane begins another episode where one ends. `time` is 0 … T - 1; the `flags` [6, P, T], all False, are written.
     """
     flags[3], flags[4] = terminated.T, truncated.T
     flags[5] = done = flags[3] | flags[4]
@@ -163,11 +163,11 @@ def _count_episodes(
     number = before.episode[:, None] + begins.cumsum(-1)
     origin = xp.where(begins, time, -before.step[:, None])  # where an episode begins, the row of its first step
     step = time - (np.maximum.accumulate(origin, -1) if xp is np else origin.cummax(-1).values)
-    made = xp.where(done[:, -1], 0, step[:, -1] + 1)
+    step_after = xp.where(done[:, -1], 0, step[:, -1] + 1)
     after = {
         "episode": number[:, -1] + done[:, -1],
-        "step": made,
-        "returns": _open_returns(xp, before, time, reward, len(reward) - made),
+        "step": step_after,
+        "returns": _open_returns(xp, before, time, reward, len(reward) - step_after),
         "terminated": xp.zeros_like(before.terminated),
         "truncated": xp.zeros_like(before.truncated),
     }
@@ -177,7 +177,7 @@ def _count_episodes(
 def _count_until_finished(
     xp: Any, before: Any, time: Any, flags: Any, reward: Any, terminated: Any, truncated: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Count as `_count_episodes` does, where finished lanes stay so; a loop may have recorded anything for them."""
+    """Do what `_count_episodes` does, for lanes that stay finished: whatever was recorded for these is overwritten."""
     flags[2, :, 0] = finished = before.terminated | before.truncated
     flags[5] = done = ((terminated | truncated).T.cumsum(-1) > 0) | finished[:, None]  # at or before a step's end
     flags[2, :, 1:] = done[:, :-1]
@@ -195,22 +195,22 @@ def _count_until_finished(
 
 
 def _open_returns(xp: Any, before: Any, time: Any, reward: Any, start: Any) -> Any:
-    """Sum the rewards [T, P] since the row `start` [P] in order, so that sums do not depend on how a run is cut."""
-    first = min(max(int(start.min()), 0), len(reward) - 1) if xp is np else 0  # on a device, to find it is to read it
+    """Sum each lane's rewards [T, P] from row `start` [P] on, in order: so the sum does not depend on a run's cuts."""
+    first = min(max(int(start.min()), 0), len(reward) - 1) if xp is np else 0  # finding it would wait for a device
     rows = xp.where(time[first:, None] < start, 0.0, xp.asarray(reward[first:], dtype=xp.float64))
     rows[0] += xp.where(start <= 0, before.returns, 0.0)
     return rows.cumsum(0)[-1]
 
 
 def reset_counters(state: CollectorState, lanes: Tensor, episode: Tensor) -> dict[str, Tensor]:
-    """Return the counters after the lanes of the mask [P] began the episodes with the numbers `episode` [P]."""
+    """Return the counters after the `lanes` of a mask [P] have begun the episodes with the numbers `episode` [P]."""
     counters = {name: getattr(state, name) for name in ("step", "returns", "terminated", "truncated")}
     cleared = {name: select(lanes, torch.zeros_like(counter), counter) for name, counter in counters.items()}
     return {"episode": episode, **cleared}
 
 
 def checked_batch(env: Env, columns: dict[Path, Tensor], *, with_time: bool = True) -> TensorDict:
-    """Return the batch of all columns [T, P, ...], counters included; root flags that are missing are False."""
+    """Return the batch of columns [T, P, ...] that include the counters; missing root flags are False."""
     check_reward(columns[REWARD].detach())
     if ROOT_FLAGS[0] not in columns:
         shape = len(ROOT_FLAGS), *columns[NEXT_FLAGS[0]].shape
@@ -219,12 +219,12 @@ def checked_batch(env: Env, columns: dict[Path, Tensor], *, with_time: bool = Tr
 
 
 def check_reward(reward: Tensor) -> None:
-    """Raise EnvError for the first NaN among rewards [T, P], or [T, P, players]; of others one number is read."""
+    """Raise EnvError for the first NaN among rewards [T, P] or [T, P, players]; without NaN only one number is read."""
 
     def complain() -> None:
         check_rewards(reward.reshape(*reward.shape[:2], -1).sum(-1).cpu().numpy())
 
-    complain_if(reward.sum(), math.isnan, complain)  # or a sum of both infinities
+    complain_if(reward.sum(), math.isnan, complain)  # inf - inf is NaN, too: `complain` looks for NaN
 
 
 def as_batch(

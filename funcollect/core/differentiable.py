@@ -1,4 +1,4 @@
-"""Rollouts through which Torch differentiates: one `torch.autograd.Function` around a whole traced rollout."""
+"""Rollouts that Torch can differentiate: one `torch.autograd.Function` around a whole traced rollout."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def differentiable_rollout(
     exploration: Mapping[str, Value] = NO_VALUES,
     max_frames_per_traj: int | None = None,
 ) -> tuple[CollectorState, TensorDict]:
-    """Do what `rollout` does, and let Torch differentiate the batch through every step of environment and policy.
+    """Do what `rollout` does, so that Torch can differentiate the batch through all steps of environment and policy.
 
     All floating leaves of the batch (rewards, observations, actions, log-probabilities, other outputs) depend on the
-    parameters that require grad, those of the module or of `params`: the loss's ``backward()`` adds to their ``.grad``.
+    parameters that require grad, of the module or in `params`: the loss's ``backward()`` adds to their ``.grad``.
     Sampled continuous actions are differentiated with their noise fixed (reparametrised); discrete ones pass no
     gradient. Gradients end where the rollout begins, and where an episode ends. An environment that stops them at each
     step (`jax.lax.stop_gradient`) causes a warning.
 
-    Arguments, noise, episodes and batch are those of `rollout`, within rounding. All steps are kept in memory until the
-    gradient is taken, and each `length` compiles a program.
+    Arguments, noise, episodes and batch are those of `rollout`, up to rounding. All steps are kept in memory until the
+    gradient has been computed. Each new `length` compiles a program.
 
     Raises:
-        TypeError: unless the environment is written in JAX, and the policy one of `torch_policy`, `tensordict_policy`.
+        TypeError: unless the environment is written in JAX, and `torch_policy` or `tensordict_policy` made the policy.
         LoweringError: for a function, and for a module that cannot be lowered.
 
     >>> import gymnasium, jax, torch, funcollect as fc
@@ -75,27 +75,27 @@ def differentiable_rollout(
     check_pair(env, policy)
     check_state(env, state, "rollout")
     check_jax(env)
-    _warn_of_stops(env, state)
+    _warn_if_gradients_stop(env, state)
     request = Request(length, params, exploration_type, exploration, max_frames_per_traj)
     lowered = lowered_for(env, policy, exploration_type)
     values = exploration_values(policy, exploration, state)
     tensors = lowered.source.tensors(lowered.source.prepare(params))
     options = request.step_options(env)
-    which = ("differentiable", origin_of(env), state.num_lanes, length, options)
+    cache_key = ("differentiable", origin_of(env), state.num_lanes, length, options)
     config = StepConfig.of(env, lowered, state.num_lanes, options)
-    program = compiled(lowered, which, partial(_forward, config, length))
+    program = compiled(lowered, cache_key, partial(_forward, config, length))
     apply: Any = _Rollout.apply  # which Torch does not type
 
     def run(entered: CollectorState) -> tuple[CollectorState, TensorDict]:
-        own = SimpleNamespace(policy=lowered, program=program, state=entered, values=traced_values(values))
-        columns = apply(own, *(tensors[name] for name in lowered.lowered.names))
-        return own.state, batch_of(env, lowered, state, dict(zip(own.paths, columns, strict=True)), request)
+        call = SimpleNamespace(policy=lowered, program=program, state=entered, values=traced_values(values))
+        columns = apply(call, *(tensors[name] for name in lowered.lowered.names))
+        return call.state, batch_of(env, lowered, state, dict(zip(call.paths, columns, strict=True)), request)
 
     after, batch = run_in_jax(lowered, state, run)
     return after, with_values(batch, values)
 
 
-def _warn_of_stops(env: JaxEnv, state: CollectorState) -> None:
+def _warn_if_gradients_stop(env: JaxEnv, state: CollectorState) -> None:
     """Warn, once for each environment, if its step stops the gradients of continuous actions."""
     memo, space = memo_of(env), env.action_space
     if "stops" in memo or not isinstance(space, spaces.Box):
@@ -114,21 +114,21 @@ def _warn_of_stops(env: JaxEnv, state: CollectorState) -> None:
 class _Rollout(torch.autograd.Function):
     """A rollout as one operation of Torch: from the parameters to the columns [T, P, ...].
 
-    A `run` has the program and its arguments; its state is replaced by the next one, and `paths` are the columns' keys.
+    `call` holds the program and its arguments. The rollout replaces its state, and sets its `paths`, the columns' keys.
     """
 
     @staticmethod
     @override
-    def forward(ctx: Any, run: SimpleNamespace, *tensors: Tensor) -> tuple[Tensor, ...]:
-        names = run.policy.lowered.names
-        given = dict(zip(names, tensors, strict=True))
-        trained, fixed = dict(run.policy.laid_out(given)), dict[str, Any]()
+    def forward(ctx: Any, call: SimpleNamespace, *tensors: Tensor) -> tuple[Tensor, ...]:
+        names = call.policy.lowered.names
+        by_name = dict(zip(names, tensors, strict=True))
+        trained, fixed = dict(call.policy.laid_out(by_name)), dict[str, Any]()
         for name in names:
-            if not given[name].requires_grad and name in trained:
+            if not by_name[name].requires_grad and name in trained:
                 fixed[name] = trained.pop(name)
-        numbers, others, run.state, ctx.pull = run.program(trained, fixed, run.values, run.state)
-        columns = {path: torch_view(column).clone() for path, column in (numbers | others).items()}
-        ctx.run, ctx.numbers, run.paths = run, list(numbers), list(columns)
+        floating, others, call.state, ctx.pull = call.program(trained, fixed, call.values, call.state)
+        columns = {path: torch_view(column).clone() for path, column in (floating | others).items()}
+        ctx.call, ctx.floating, call.paths = call, list(floating), list(columns)
         ctx.mark_non_differentiable(*(leaf for leaf in columns.values() if not leaf.is_floating_point()))
         return tuple(columns.values())
 
@@ -136,15 +136,15 @@ class _Rollout(torch.autograd.Function):
     @override
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        policy, by_path = ctx.run.policy, dict(zip(ctx.run.paths, gradients, strict=True))
-        given = {path: argument(by_path[path].contiguous()) for path in ctx.numbers}
-        pull_back = compiled(policy, "back", lambda pull, given: pull(given)[0])
-        found = policy.lowered.restore(pull_back(ctx.pull, given))
-        return None, *(found.get(name) for name in policy.lowered.names)
+        policy, by_path = ctx.call.policy, dict(zip(ctx.call.paths, gradients, strict=True))
+        of_columns = {path: argument(by_path[path].contiguous()) for path in ctx.floating}
+        pull_back = compiled(policy, "back", lambda pull, of_columns: pull(of_columns)[0])
+        of_parameters = policy.lowered.restore(pull_back(ctx.pull, of_columns))
+        return None, *(of_parameters.get(name) for name in policy.lowered.names)
 
 
 def _forward(config: StepConfig, length: int, trained: Any, fixed: Any, values: Any, state: CollectorState) -> Any:
-    """Trace the rollout: its floating columns, the other columns, the state after, and the pullback of the first."""
+    """Trace a rollout; return its floating columns, the others, the next state, and the pullback of the first."""
     jax = import_jax()
     keys = run_keys(state.key, state.lane)
 
@@ -153,8 +153,8 @@ def _forward(config: StepConfig, length: int, trained: Any, fixed: Any, values: 
             return recorded_step(config, ({**trained, **fixed}, values), state, keys)
 
         after, rows = jax.lax.scan(body, state, None, length=length)
-        numbers = {path: column for path, column in rows.items() if jax.numpy.issubdtype(column.dtype, np.floating)}
-        return numbers, ({path: column for path, column in rows.items() if path not in numbers}, after)
+        floating = {path: column for path, column in rows.items() if jax.numpy.issubdtype(column.dtype, np.floating)}
+        return floating, ({path: column for path, column in rows.items() if path not in floating}, after)
 
-    numbers, pull, (others, after) = jax.vjp(columns, trained, has_aux=True)
-    return numbers, others, after, pull
+    floating, pull, (others, after) = jax.vjp(columns, trained, has_aux=True)
+    return floating, others, after, pull

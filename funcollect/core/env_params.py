@@ -1,6 +1,6 @@
 """Parameters of a JAX environment that change during a run: each leaf is shared, or has a row for each lane.
 
-A state holds the environment's own pytree, with the nodes below in place of some leaves.
+A state holds a pytree in the environment's own structure, with the nodes below in place of some leaves.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from funcollect.tree import Path
 class LaneRows(NamedTuple):
     """A leaf that has a row for each lane."""
 
-    current: Any  # [P, ...], of the episodes that the lanes are in
-    coming: Any  # [P, ...], of the episodes after these
+    current: Any  # [P, ...], for the episodes that the lanes are in
+    coming: Any  # [P, ...], for the episodes after these
 
 
 class Unchanged(NamedTuple):
-    """Holds a shared leaf that is the environment's own: traced code cannot compare values, but sees this."""
+    """Marks a shared leaf as the environment's own, for traced code, which cannot compare values."""
 
     leaf: Any
 
@@ -40,7 +40,7 @@ def _is_node(node: Any) -> bool:
 
 
 def _nodes(params: Any) -> list[Any]:
-    """What stands for each of the environment's leaves."""
+    """A leaf, a `LaneRows` or an `Unchanged` for each of the environment's leaves."""
     nodes: list[Any] = import_jax().tree.leaves(params, is_leaf=_is_node)
     return nodes
 
@@ -53,12 +53,12 @@ def map_rows(function: Callable[[LaneRows], Any], params: Any, other: Callable[[
 
 
 def _held(node: Any, pick: Callable[[LaneRows], Any] = lambda rows: rows.current) -> Any:
-    """The leaf in a node; of one with rows what `pick` takes."""
+    """The leaf in a node; from a node with rows, what `pick` returns."""
     return pick(node) if isinstance(node, LaneRows) else node.leaf if isinstance(node, Unchanged) else node
 
 
 def _as_env(params: Any, pick: Callable[[LaneRows], Any] = lambda rows: rows.current) -> Any:
-    """The parameters in the environment's own structure, with what `pick` takes from each `LaneRows`."""
+    """The parameters in the environment's own structure, with the result of `pick` for each `LaneRows`."""
     return import_jax().tree.map(partial(_held, pick=pick), params, is_leaf=_is_node)
 
 
@@ -67,12 +67,12 @@ def set_env_params(
 ) -> CollectorState[Array]:
     """Return a state with other parameters of a JAX environment: for domain randomisation and curricula.
 
-    `params` is a pytree like ``env.default_params`` (brax's system, MuJoCo Playground's model), whose leaves may have a
-    first dimension P more, one value per lane. With `at_once` they also act in the episodes that lanes are in, else
-    from each lane's next one on. `evaluate` runs the environment with its own parameters.
+    `params` is a pytree like ``env.default_params`` (brax's system, MuJoCo Playground's model). Its leaves may have one
+    more dimension, a first one of size P, with a value per lane. With `at_once`, they also act in the current episodes,
+    else from each lane's next one on. `evaluate` runs the environment with its own parameters.
 
-    The first change compiles the loop. So does each one after which another leaf has a value for each lane: one given
-    by lane or, unless `at_once`, one whose value changes.
+    The first change compiles the loop, and so does each change after which another leaf has a value for each lane:
+    because it was passed by lane or, unless `at_once`, because its value changed.
 
     Raises:
         TypeError: for an environment without parameters, or in another framework.
@@ -92,10 +92,10 @@ def set_env_params(
 
 
 def traced_set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at_once: bool = False) -> CollectorState:
-    """Do what `funcollect.set_env_params` does inside `jit`, with its errors; `params` may be traced.
+    """Do what `funcollect.set_env_params` does, inside `jit`, with the same errors; `params` may be traced.
 
-    In a `scan`, call it once before with the same kind of parameters, so that the carry has a fixed structure. Without
-    `at_once`, each leaf gets a dimension P, except those that are the very objects in ``env.default_params``.
+    Before a `scan`, call it once with the same kind of parameters, so that the carry has a fixed structure. Without
+    `at_once`, each leaf gets a dimension P, unless it is the very object in ``env.default_params``.
 
     >>> import jax, jax.numpy as jnp, funcollect as fc
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=4, param_keys=["gravity"])
@@ -113,9 +113,9 @@ def traced_set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at
     Array([2., 4., 8.], dtype=float32)
     """
     check_traced_state(env, state)
-    made = _changed(env, state, params, at_once, traced=True)
-    lane, select = state.lane, jax_numerics().select  # rows vary over a mesh, as those of later states
-    return state.replace(env_params=map_rows(lambda rows: select(lane == lane, rows, rows), made))
+    changed = _changed(env, state, params, at_once, traced=True)
+    lane, select = state.lane, jax_numerics().select  # so that rows vary over a mesh, as in later states
+    return state.replace(env_params=map_rows(lambda rows: select(lane == lane, rows, rows), changed))
 
 
 def _rows(num_lanes: int, like: Any, current: Any, coming: Any) -> LaneRows:
@@ -124,21 +124,21 @@ def _rows(num_lanes: int, like: Any, current: Any, coming: Any) -> LaneRows:
 
 
 def _changed(env: Env, state: CollectorState, params: Any, at_once: bool, *, traced: bool) -> Any:
-    """The parameters after a change: leaves have rows if given or held so, or changed from the next episodes on.
+    """The parameters after a change. A leaf has rows if it is given or held so, or changes from the next episodes on.
 
-    Traced values cannot be compared, so there a leaf is the same if it is the very object that was held.
+    Traced values cannot be compared: a traced leaf is unchanged only if it is the very object that the state holds.
     """
     check_flags(at_once=at_once)
-    if not isinstance(state.env_state, JaxEnvState) or (own := default_params(env)) is None:
+    if not isinstance(state.env_state, JaxEnvState) or (defaults := default_params(env)) is None:
         mend = "over Torch pass state.replace(env_params=...), over simulators use funcollect.apply"
         raise TypeError(f"{env!r} has no parameters that can be set here, as environments in JAX may have: {mend}")
     jax, jnp = import_jax(), import_jax().numpy
-    named, treedef = jax.tree_util.tree_flatten_with_path(own)
+    named, treedef = jax.tree_util.tree_flatten_with_path(defaults)
     leaves, structure = jax.tree.flatten(params)
     if structure != treedef:
         raise _wrong_structure(params, len(named), f"is {clipped(str(structure))}", clipped(str(treedef)))
     nodes = [Unchanged(leaf) for _, leaf in named] if state.env_params is None else _nodes(state.env_params)
-    made = []
+    changed = []
     for (path, like), leaf, node in zip(named, leaves, nodes, strict=True):
         name, dtype = jax.tree_util.keystr(path), jnp.asarray(like).dtype
         if jnp.issubdtype(dtype, np.integer) and jnp.issubdtype(jnp.result_type(leaf), np.inexact):  # it would be cut
@@ -146,7 +146,7 @@ def _changed(env: Env, state: CollectorState, params: Any, at_once: bool, *, tra
         by_lane = _is_by_lane(name, leaf, np.shape(like), state.num_lanes)
         old, new = jnp.asarray(_held(node), dtype), jnp.asarray(leaf, dtype)
         if traced:
-            # XLA computes with constants otherwise than with arguments, which parameters of the eager function are.
+            # so that XLA rounds as for the eager function, whose parameters are arguments rather than constants
             old, new = map(jax.lax.optimization_barrier, (old, new))
             same = leaf is node or (leaf is like and isinstance(node, Unchanged))
             new = old if same else new
@@ -154,8 +154,8 @@ def _changed(env: Env, state: CollectorState, params: Any, at_once: bool, *, tra
             same = np.array_equal(np.asarray(new), np.asarray(old), equal_nan=np.dtype(dtype).kind == "f")
         shared = Unchanged(new) if traced and leaf is like else new
         in_rows = by_lane or isinstance(node, LaneRows) or not (at_once or same)
-        made.append(_rows(state.num_lanes, like, new if at_once else old, new) if in_rows else shared)
-    return without_weak_types(treedef.unflatten(made))
+        changed.append(_rows(state.num_lanes, like, new if at_once else old, new) if in_rows else shared)
+    return without_weak_types(treedef.unflatten(changed))
 
 
 def _wrong_structure(params: Any, leaves: int, found: str, wanted: str) -> ValueError:
@@ -165,46 +165,46 @@ def _wrong_structure(params: Any, leaves: int, found: str, wanted: str) -> Value
     return ValueError(f"params {found}, expected {wanted}: change leaves of env.default_params")
 
 
-def _is_by_lane(name: str, leaf: Any, own: tuple[int, ...], lanes: int) -> bool:
-    """Whether a leaf has a value for each lane; ValueError for another shape than `own` and ``[lanes, *own]``."""
+def _is_by_lane(name: str, leaf: Any, shared: tuple[int, ...], lanes: int) -> bool:
+    """Whether a leaf has a value for each lane; ValueError unless its shape is `shared` or ``[lanes, *shared]``."""
     shape = tuple(np.shape(leaf))
-    if shape not in (own, (lanes, *own)):
-        wanted = f"{list(own)}, or {[lanes, *own]} for one in each lane"
+    if shape not in (shared, (lanes, *shared)):
+        wanted = f"{list(shared)}, or {[lanes, *shared]} for one in each lane"
         raise ValueError(f"params{name} has the shape {list(shape)}, expected {wanted}: change it")
-    return shape != own
+    return shape != shared
 
 
 def has_rows(env: JaxEnv, params: Any) -> bool:
-    """Whether parameters are given for each lane, or unlike the environment's own, which `set_env_params` refuses."""
-    own = default_params(env)
-    if own is None or any(map(_is_node, _nodes(params))):
+    """Whether shapes or structure differ from the environment's own: by lane, or wrong, as `set_env_params` reports."""
+    defaults = default_params(env)
+    if defaults is None or any(map(_is_node, _nodes(params))):
         return False
-    (leaves, structure), (own_leaves, own_structure) = map(import_jax().tree.flatten, (params, own))
-    return bool(structure != own_structure or [*map(np.shape, leaves)] != [*map(np.shape, own_leaves)])
+    (leaves, structure), (shared, own_structure) = map(import_jax().tree.flatten, (params, defaults))
+    return bool(structure != own_structure or [*map(np.shape, leaves)] != [*map(np.shape, shared)])
 
 
 def call_in_lanes(function: Callable[..., Any], params: Any, *arguments: Any, coming: bool = False) -> Any:
-    """Call ``function(*arguments, params)`` for all lanes, with `arguments` [P, ...], of these or `coming` episodes."""
+    """Call ``function(*arguments, params)`` in all lanes; `arguments` are [P, ...], episodes current or `coming`."""
     rows = [node.coming if coming else node.current for node in _nodes(params) if isinstance(node, LaneRows)]
 
-    def of_lane(leaves: list[Any], *own: Any) -> Any:
+    def of_lane(leaves: list[Any], *arguments: Any) -> Any:
         rest = iter(leaves)
-        return function(*own, _as_env(params, lambda _: next(rest)))
+        return function(*arguments, _as_env(params, lambda _: next(rest)))
 
     return import_jax().vmap(of_lane)(rows, *arguments)
 
 
 def of_one_lane(params: Any) -> Any:
-    """The parameters as the environment's functions take them, those of the first lane if lanes differ."""
+    """The parameters as the environment's functions take them; where lanes differ, those of the first lane."""
     return _as_env(params, lambda rows: rows.current[0])
 
 
 def recorded_params(env: JaxEnv, params: Any, num_lanes: int) -> dict[Path, Any]:
-    """The parameters that batches record, [P, ...], those of the episodes that lanes are in."""
+    """The parameters that batches record, each [P, ...], by path: those of the current episodes."""
     jnp, row = import_jax().numpy, dict[Path, Any]()
     for name in param_keys(env):
         held = default_params(env) if params is None else params
-        value, one = (param_of(each, name) for each in (_as_env(held), of_one_lane(held)))
+        value, one = (param_of(own, name) for own in (_as_env(held), of_one_lane(held)))
         row["env_params", *name.split(".")] = jnp.broadcast_to(jnp.asarray(value), (num_lanes, *jnp.shape(one)))
     return row
 
@@ -215,7 +215,7 @@ def described(params: Any) -> list[bool] | None:
 
 
 def like_described(env: Env, state: CollectorState, rows: list[bool] | None) -> CollectorState:
-    """The state with parameters in the structure of those that `described` returned `rows` for."""
+    """The state with parameters of the structure that `described` has returned as `rows`."""
     if not isinstance(state.env_state, JaxEnvState):
         return state
     if rows is None:
@@ -231,18 +231,18 @@ def like_described(env: Env, state: CollectorState, rows: list[bool] | None) -> 
 
 def param_shapes(env: Env) -> list[tuple[int, ...]] | None:
     """The shapes of the parameters that can be set; None for an environment without any."""
-    own = default_params(env) if env.backend == "jax" else None
-    return None if own is None else [tuple(np.shape(leaf)) for leaf in import_jax().tree.leaves(own)]
+    defaults = default_params(env) if env.backend == "jax" else None
+    return None if defaults is None else [tuple(np.shape(leaf)) for leaf in import_jax().tree.leaves(defaults)]
 
 
 def part_of_lanes(params: Any, shapes: list[tuple[int, ...]], lanes: int, part: slice) -> Any:
     """The parameters, as NumPy arrays, of a part of `lanes` lanes; ValueError for a leaf of another shape."""
-    tree_util, own = import_jax().tree_util, iter(shapes)
+    tree_util, shared = import_jax().tree_util, iter(shapes)
     if (count := len(import_jax().tree.leaves(params))) != len(shapes):
         raise _wrong_structure(params, len(shapes), f"has {count} leaves", str(len(shapes)))
 
     def cut(path: Any, leaf: Any) -> Any:
         array = np.asarray(leaf)
-        return array[part] if _is_by_lane(tree_util.keystr(path), array, next(own), lanes) else array
+        return array[part] if _is_by_lane(tree_util.keystr(path), array, next(shared), lanes) else array
 
     return tree_util.tree_map_with_path(cut, params)

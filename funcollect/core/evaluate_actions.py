@@ -48,16 +48,16 @@ _SCORING = tensordict_nn.ProbabilisticTensorDictModule | tensordict_nn.Probabili
 
 
 def remember_spaces(policy: Policy, space: Space, leaves: Sequence[Leaf], spec: ActionSpec) -> None:
-    """Keep the spaces of an environment that a policy acts in, for `evaluate_actions`; in a group, of an agent."""
+    """Remember the spaces that a policy acts in, for `evaluate_actions`; for a group's policy, those of one agent."""
     if isinstance(policy, GroupPolicy) and isinstance(spec, GroupedSpec):
         for name in policy.policies.keys() - policy.together:
-            own = spec.groups[name].observation_space
-            remember_spaces(policy.policies[name], own, observation_leaves(own), spec.groups[name].action_spec)
+            seen = spec.groups[name].observation_space
+            remember_spaces(policy.policies[name], seen, observation_leaves(seen), spec.groups[name].action_spec)
     for player in policy.policies.values() if isinstance(policy, PlayerPolicy) else ():
         remember_spaces(player, space, leaves, spec)
     known: list[Spaces] = memo_of(policy).setdefault("spaces", [])
     paths = [leaf.path for leaf in leaves]
-    if not any(spec == other and [leaf.path for leaf in own] == paths for _, own, other in known):
+    if not any(spec == known_spec and [leaf.path for leaf in seen] == paths for _, seen, known_spec in known):
         known.append((space, tuple(leaves), spec))
 
 
@@ -66,29 +66,29 @@ def evaluate_actions(
 ) -> dict[str, Any]:
     """Return the log-probabilities and entropies of a batch's actions under the current parameters, differentiably.
 
-    A recurrent policy runs again through the batch, step by step, from the recurrent state at its beginning, and
-    from the initial state at each episode's first step. A batch holds the recurrent state if the policy was made with
-    ``record_state=True``; then the recorded one is used wherever a frame does not follow on the one before it in time.
+    A recurrent policy runs through the batch again, step by step. It starts from the recurrent state before the batch,
+    and from the initial state at each episode's first step. If the policy was made with ``record_state=True``, the
+    batch holds recurrent states, which are used wherever a frame does not continue the one before it in time.
 
     Args:
-        policy: one of `torch_policy` or `jax_policy` with a head, one that `normalized` or `lower_policy` made of such
-            a policy, or one of TorchRL with a distribution.
+        policy: the result of `torch_policy` or `jax_policy` with a head, or of `normalized` or `lower_policy` over one,
+            or a TorchRL policy with a distribution.
         params: the parameters to act with; None for the policy's own.
-        batch: a batch, a part of one, or samples of a buffer: a TensorDict [...] for a policy in Torch; for one in JAX
-            `funcollect.interop.to_jax` of that, or what `funcollect.traced.rollout` returned. For a recurrent policy
-            [*B, T], with any dimensions of lanes before time, or [T, P] of `funcollect.traced`.
+        batch: a batch, a part of one, or samples of a buffer: a TensorDict [...] for a policy in Torch; for one in JAX,
+            `funcollect.interop.to_jax` of that, or the result of `funcollect.traced.rollout`. For a recurrent policy
+            [*B, T], with any dimensions of lanes before time, or [T, P] from `funcollect.traced`.
         env: the environment, for its spaces; not needed if `policy` has acted in no other in this process.
-        policy_state: ``state.policy_state`` from before the rollout, if the batch holds no recurrent states. It must
-            then be the whole rollout in its order; a missing first step cannot be noticed.
+        policy_state: ``state.policy_state`` from before the rollout, if the batch holds no recurrent states. The batch
+            must then be the whole rollout in its order; a missing first step cannot be detected.
 
     Returns:
-        By name, each [...] in the shape of the batch: ``action_log_prob``, ``entropy`` in nats, if the head or the
-        distribution has them, and all further outputs of the network. An ``epsilon`` or ``temperature`` is the batch's.
+        By name, each in the shape [...] of the batch: ``action_log_prob``, ``entropy`` in nats, if the head or the
+        distribution defines them, and all other network outputs. ``epsilon`` and ``temperature`` are the batch's.
 
     Raises:
         TypeError: for a policy that has no head or distribution, or whose function draws random numbers itself or
             reads the environment's state.
-        ValueError: for a batch without keys that are needed, or that does not fit `policy_state`.
+        ValueError: for a batch that lacks a needed key, or does not fit `policy_state`.
 
     >>> import torch, funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
@@ -111,7 +111,7 @@ def evaluate_actions(
 
 
 def check_arguments(policy: Policy, batch: Any, env: Env | None) -> None:
-    """Raise TypeError for what is no batch or no environment, and for a population."""
+    """Raise TypeError if `batch` is no batch or `env` no environment, and for a population."""
     check_kind("batch", batch, (Mapping, TensorDictBase), "pass a batch from rollout or a collector")
     if env is not None and not is_env(env):
         raise TypeError(f"env is {kind_of(env)}, expected an Env or None: pass the environment of the batch")
@@ -172,7 +172,7 @@ def check_keys(xp: Any, rows: Leaves, wanted: Sequence[Path]) -> None:
 
 
 def network_of(policy: TorchPolicy | FunctionPolicy, params: Any) -> _Forward:
-    """The policy's module or function with these parameters, from an observation and the recurrent state, or None."""
+    """The policy's module or function with these parameters; it takes an observation, and a recurrent state or None."""
     if isinstance(policy, FunctionPolicy):
         if policy.takes_key:
             what = f"the policy's function draws random numbers from its parameter {policy.takes_key!r}"
@@ -191,8 +191,8 @@ def network_of(policy: TorchPolicy | FunctionPolicy, params: Any) -> _Forward:
 
 class _Recurrent(NamedTuple):
     initial: Any  # at the start of an episode, a pytree [1, ...]
-    recorded: bool
-    start: Any  # before each row if it is recorded, else before the first ones, [P, ...]
+    recorded: bool  # whether the batch holds the state before each row
+    start: Any  # before each row [...] if recorded, else before the first ones [P, ...]
 
 
 def _recurrent(xp: Any, policy: TorchPolicy | FunctionPolicy, rows: Leaves, policy_state: Any) -> _Recurrent:
@@ -208,9 +208,9 @@ def _recurrent(xp: Any, policy: TorchPolicy | FunctionPolicy, rows: Leaves, poli
         return _Recurrent(initial, True, xp.map(lambda _: next(columns), initial))
     if isinstance(policy_state, TorchPolicyState):
         policy_state = policy_state.on(rows[_ACTION].device).recurrent
-    given, own = ([tuple(leaf.shape) for leaf in xp.leaves(state)] for state in (policy_state, initial))
-    if [shape[1:] for shape in given] != [shape[1:] for shape in own]:
-        wanted = [("P", *shape[1:]) for shape in own]
+    given, initials = ([tuple(leaf.shape) for leaf in xp.leaves(state)] for state in (policy_state, initial))
+    if [shape[1:] for shape in given] != [shape[1:] for shape in initials]:
+        wanted = [("P", *shape[1:]) for shape in initials]
         raise ValueError(f"policy_state has leaves of the shapes {given}, expected {wanted}: pass state.policy_state")
     return _Recurrent(initial, False, policy_state)
 
@@ -218,7 +218,7 @@ def _recurrent(xp: Any, policy: TorchPolicy | FunctionPolicy, rows: Leaves, poli
 def _outputs(
     xp: Any, call: _Forward, inputs: Leaves, rows: Leaves, lead: Sequence[int], recurrent: _Recurrent | None
 ) -> Any:
-    """The outputs in the shape of the batch: of one call for all rows, or for a recurrent policy of one per step."""
+    """The outputs in the shape of the batch, by one call for all rows, or by one per step for a recurrent policy."""
     if recurrent is None:
         flat = {path: leaf.reshape(-1, *leaf.shape[len(lead) :]) for path, leaf in inputs.items()}
         return xp.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), call(flat, None)[0])
@@ -247,7 +247,7 @@ def _outputs(
 
 
 def _check_whole(lane: Any, step: Any, lanes: int) -> None:
-    """Raise ValueError unless rows [T, P] can be a whole rollout, for a state of so many lanes before it."""
+    """Raise ValueError unless rows [T, P] may be a whole rollout from a state of so many `lanes`."""
     mend = "pass the whole rollout in its order, or make the policy with record_state=True"
     if lane.shape[1] != lanes:
         raise ValueError(f"the batch has {lane.shape[1]} lanes, expected {lanes}, as policy_state has: {mend}")
@@ -260,9 +260,9 @@ def _check_whole(lane: Any, step: Any, lanes: int) -> None:
 
 
 def breaks(turn: Callable[[Any], Any], rows: Leaves) -> Any:
-    """Whether each row from the second on, [T - 1, L], does not follow on the one before it."""
+    """Whether each row from the second on, [T - 1, L], does not continue the one before it."""
     lane, step = turn(rows[LANE]), turn(rows[STEP])
-    apart = (lane[1:] != lane[:-1]) | (step[1:] != step[:-1] + 1)  # as between slices of samples in a row
+    apart = (lane[1:] != lane[:-1]) | (step[1:] != step[:-1] + 1)  # as between two slices that a sampler joined
     if TRAJECTORY_IDS in rows:
         ids = turn(rows[TRAJECTORY_IDS])
         other = ids[1:] != ids[:-1]
@@ -271,16 +271,16 @@ def breaks(turn: Callable[[Any], Any], rows: Leaves) -> Any:
 
 
 def turning(rows: Leaves, lead: Sequence[int]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Functions that make a leaf [*B, T, ...] or [T, P, ...] of a batch time-major, [T, L, ...]; and back."""
+    """A function that makes a leaf [*B, T, ...] or [T, P, ...] of a batch time-major, [T, L, ...], and its inverse."""
     traced = TIME_MAJOR in rows
     if not lead or (traced and len(lead) != 2):
         wanted = "[T, P]: pass one run, or several under jax.vmap" if traced else "[*B, T]: pass whole rows of time"
         raise ValueError(f"the batch has {len(lead)} dimensions, but time has to be among them: {wanted}")
     if traced:
         return (lambda leaf: leaf), (lambda leaf: leaf)
-    lanes, rows_of = len(lead) - 1, math.prod(lead[:-1])
+    lane_dims, num_lanes = len(lead) - 1, math.prod(lead[:-1])
     return (
-        lambda leaf: leaf.reshape(rows_of, *leaf.shape[lanes:]).swapaxes(0, 1),
+        lambda leaf: leaf.reshape(num_lanes, *leaf.shape[lane_dims:]).swapaxes(0, 1),
         lambda leaf: leaf.swapaxes(0, 1).reshape(*lead, *leaf.shape[2:]),
     )
 
@@ -294,7 +294,7 @@ def _by_distribution(policy: TensorDictPolicy, params: Any, rows: Leaves) -> dic
     check_keys(TORCH, rows, [_ACTION, *in_keys])
     rows = moved(rows, policy.run_device) if policy.run_device else rows
     lead = rows["next", "done"].shape[:-1] if ("next", "done") in rows else rows[_ACTION].shape[:1]
-    if {INIT, IS_FIRST, STEP} <= rows.keys():  # slices mark is_init, too, but a module resets its state there
+    if {INIT, IS_FIRST, STEP} <= rows.keys():  # slices mark is_init, too, where a module would reset its state
         begins = (rows[STEP] == 0) | ~rows[IS_FIRST]
         rows = {**rows, INIT: rows[INIT] & begins.reshape(rows[INIT].shape)}
 

@@ -1,4 +1,4 @@
-"""Policies of Torch in the form in which loops of JAX run them: their modules lowered, their states brought over."""
+"""Prepares Torch policies for the loops in JAX: lowers their modules, and converts their states there and back."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from funcollect.tree import moved
 
 # A module whose attributes take more values than this is not lowered, since each value would compile again.
 _MOST_SETTINGS = 4
-_MOST_ROWS = 3  # of an example; a module treats all batch sizes other than 1 alike
+_MOST_ROWS = 3  # of an example: a module treats all batch sizes other than 1 alike
 
 
 def lower_policy(policy: Policy, env: Env) -> LoweredPolicy | GroupPolicy:
     """Return a Torch policy as a JAX policy, its module lowered: for `funcollect.traced`, and for training in JAX.
 
-    One by group or by player is one of the same kind, whose policies of Torch are lowered.
+    A policy by group or by player stays one, and its Torch policies are lowered.
 
     Its ``params`` are arrays by dotted name, read from the module at each access; ``load(params)`` writes such arrays
     into the module. `funcollect.rollout` lowers by itself.
 
     Raises:
-        TypeError: for a policy that is not of `torch_policy` or `tensordict_policy`.
+        TypeError: for a policy that neither `torch_policy` nor `tensordict_policy` made.
         LoweringError: for a module that cannot be lowered, with the reason and the place in the module.
 
     >>> import jax, torch, funcollect as fc
@@ -60,7 +60,7 @@ def lower_policy(policy: Policy, env: Env) -> LoweredPolicy | GroupPolicy:
 
 
 def lowered(env: Env, policy: Policy, exploration_type: ExplorationType) -> LoweredPolicy | GroupPolicy:
-    """Return a policy whose modules, or those of its parts, are lowered; kept for the lowered parts."""
+    """Return a policy whose module is lowered, or the modules of its parts; cached as long as these are the same."""
     if not isinstance(policy, GroupPolicy):
         return lowered_for(env, policy, exploration_type)
     parts: dict[str, Policy] = {}
@@ -70,34 +70,34 @@ def lowered(env: Env, policy: Policy, exploration_type: ExplorationType) -> Lowe
         elif isinstance(part, TorchBacked) and part.compiler in ("eager", "inductor"):
             raise LoweringError(f"the policy of {name!r} has compile={part.compiler!r}")
         else:
-            parts[name] = lowered_for(_seen_by(env, policy, name), part, exploration_type)
+            parts[name] = lowered_for(_env_seen_by(env, policy, name), part, exploration_type)
     known: dict[Any, GroupPolicy] = memo_of(policy).setdefault("lowered", {})
-    which = tuple(map(id, parts.values()))  # which are kept
-    if which not in known:
-        known[which] = copy.copy(policy)
-        known[which].policies, known[which].backend = parts, "jax"
-    return known[which]
+    ids = tuple(map(id, parts.values()))  # of objects that the cached policies keep alive
+    if ids not in known:
+        known[ids] = copy.copy(policy)
+        known[ids].policies, known[ids].backend = parts, "jax"
+    return known[ids]
 
 
-class _OfGroup:
-    """What the policy of a group sees of an environment, as far as it is lowered for that."""
+class _EnvOfGroup:
+    """An environment as the policy of one group sees it, with the attributes that lowering reads."""
 
     def __init__(self, env: Any, space: Space, rows: int) -> None:
         self.backend, self.num_envs, self.observation_space = env.backend, (env.num_envs or 1) * rows, space
         self.observation_leaves = observation_leaves(space)
 
 
-def _seen_by(env: Any, policy: GroupPolicy, name: str) -> Any:
+def _env_seen_by(env: Any, policy: GroupPolicy, name: str) -> Any:
     groups = getattr(env.action_spec, "groups", {})
-    if name not in groups:  # a player, who observes what the environment shows
+    if name not in groups:  # a player, who sees the environment's observation
         return env
-    group, which = groups[name], ("group", name, name in policy.together)
-    memo = memo_of(env)
-    if which not in memo:
+    group, together = groups[name], name in policy.together
+    memo, cache_key = memo_of(env), ("group", name, together)
+    if cache_key not in memo:
         whole = env.observation_space[name]["observation"]
-        rows = (whole, 1) if which[2] else (as_delivered(group.observation_space), group.n)
-        memo[which] = _OfGroup(env, *rows)
-    return memo[which]
+        space, rows = (whole, 1) if together else (as_delivered(group.observation_space), group.n)
+        memo[cache_key] = _EnvOfGroup(env, space, rows)
+    return memo[cache_key]
 
 
 def is_lowered(policy: Policy) -> bool:
@@ -106,7 +106,7 @@ def is_lowered(policy: Policy) -> bool:
 
 
 def lowered_for(env: Env, policy: Policy, exploration_type: ExplorationType) -> LoweredPolicy:
-    """Do what `lower_policy` does, for a TensorDict policy under this type. Cached for each space and setting."""
+    """Do what `lower_policy` does; a TensorDict policy acts as of this type. Cached for each space and setting."""
     if isinstance(policy, LoweredPolicy):
         return policy
     if not isinstance(policy, TorchPolicy | TensorDictPolicy):
@@ -114,19 +114,19 @@ def lowered_for(env: Env, policy: Policy, exploration_type: ExplorationType) -> 
         raise TypeError(f"policy is {type(policy).__name__}, expected {wanted}")
     known: dict[Any, LoweredPolicy | LoweringError] = memo_of(policy).setdefault("lowered", {})
     in_tensordicts = isinstance(policy, TensorDictPolicy)  # other modules do not depend on the type: they do not sample
-    which = (exploration_type if in_tensordicts else ExplorationType.RANDOM, _seen_of(env), policy.settings)
-    if which not in known:
-        if sum(each[:2] == which[:2] for each in known) >= _MOST_SETTINGS:
+    cache_key = (exploration_type if in_tensordicts else ExplorationType.RANDOM, _observed_form(env), policy.settings)
+    if cache_key not in known:
+        if sum(other[:2] == cache_key[:2] for other in known) >= _MOST_SETTINGS:
             what = f"its attributes were seen with {_MOST_SETTINGS} different values, and each would compile again"
             raise LoweringError(f"{what}: keep what changes in buffers")
-        rows = policy.lanes if isinstance(policy, TorchPopulation) else min(env.num_envs or 1, _MOST_ROWS)
+        count = policy.lanes if isinstance(policy, TorchPopulation) else min(env.num_envs or 1, _MOST_ROWS)
         try:
             _check_lowerable(policy)
-            given = example(env.observation_space, env.observation_leaves, rows)
-            known[which] = LoweredPolicy(policy, given, which[0], single=env.num_envs is None and in_tensordicts)
+            rows = example(env.observation_space, env.observation_leaves, count)
+            known[cache_key] = LoweredPolicy(policy, rows, cache_key[0], single=in_tensordicts and env.num_envs is None)
         except LoweringError as error:
-            known[which] = error.with_traceback(None)
-    found = known[which]
+            known[cache_key] = error.with_traceback(None)
+    found = known[cache_key]
     if isinstance(found, LoweringError):
         raise found
     return found
@@ -135,13 +135,13 @@ def lowered_for(env: Env, policy: Policy, exploration_type: ExplorationType) -> 
 def _check_lowerable(source: TorchBacked) -> None:
     if isinstance(source.head, FromDistribution):
         raise LoweringError(f"the head {source.head.name} samples in Torch: use another head, or funcollect.jax_policy")
-    own, place = source.run_device, default_device_type()
-    if own is not None and own.type != place and (source.device is not None or own.type != "cpu"):
-        raise LoweringError(f"the policy runs on {own.type}, JAX on {place}: move the module there")
+    device, place = source.run_device, default_device_type()
+    if device is not None and device.type != place and (source.device is not None or device.type != "cpu"):
+        raise LoweringError(f"the policy runs on {device.type}, JAX on {place}: move the module there")
 
 
-def _seen_of(env: Env) -> Hashable:
-    """What a module can see of an environment; equal for those that differ in nothing else."""
+def _observed_form(env: Env) -> Hashable:
+    """A description of the observations that a module gets from an environment: whether it can be lowered alike."""
     memo, space = memo_of(env), env.observation_space
     known: tuple[Any, Hashable] = memo.get("seen", (None, None))
     if known[0] is not space:
@@ -153,11 +153,11 @@ def _seen_of(env: Env) -> Hashable:
 def complete(env: Env, policy: Policy) -> None:
     """Make the parameters of lazy layers, such as `torch.nn.LazyLinear`, by one call of the module in evaluation mode.
 
-    They are drawn from Torch's global generator, as by a call of the user's own. The policy was checked.
+    They are drawn from Torch's global generator, as in a call by the user. The policy has been checked.
     """
     if isinstance(policy, GroupPolicy):
         for name, part in policy.policies.items():
-            complete(_seen_by(env, policy, name), part)
+            complete(_env_seen_by(env, policy, name), part)
     if not isinstance(policy, Source) or not has_lazy_layers(policy.module):
         return
     module: Any = policy.module
@@ -177,30 +177,30 @@ def complete(env: Env, policy: Policy) -> None:
 
 
 def run_in_jax(policy: Policy, state: CollectorState, run: Callable[[CollectorState], Rollout]) -> Rollout:
-    """Run a rollout with the state of a Torch policy, or of its parts, as JAX takes it; return it as Torch has it."""
+    """Run a rollout of a lowered policy, with its part of the state converted to JAX before and to Torch after it."""
     before = state.policy_state
-    after, batch = run(state.replace(policy_state=_entered(policy, before, state.num_lanes)))
-    step: Any = after.step
-    return after.replace(policy_state=_left(policy, after.policy_state, before, step)), batch
+    after, batch = run(state.replace(policy_state=_state_in_jax(policy, before, state.num_lanes)))
+    return after.replace(policy_state=_state_in_torch(policy, after.policy_state, before, after.step)), batch
 
 
-def _entered(policy: Policy, state: Any, rows: int) -> Any:
+def _state_in_jax(policy: Policy, state: Any, rows: int) -> Any:
+    """The state of a policy with so many `rows`; that of a lowered policy, or part, converted to JAX."""
     if isinstance(policy, GroupPolicy):
         check_state_kind(state, dict)
         parts = policy.policies.items()
-        return {name: _entered(part, state[name], rows * policy.rows_in_lane(name)) for name, part in parts}
+        return {name: _state_in_jax(part, state[name], rows * policy.rows_in_lane(name)) for name, part in parts}
     if not isinstance(policy, LoweredPolicy):
         return state
     check_state_kind(state, TorchPolicyState)
     return policy.enter(state, rows)
 
 
-def _left(policy: Policy, after: Any, before: Any, step: Any, rows: int = 1) -> Any:
-    """The state after a loop, of parts with so many rows for each lane, whose steps in their trajectories are [P]."""
+def _state_in_torch(policy: Policy, after: Any, before: Any, step: Any, rows: int = 1) -> Any:
+    """The state `after` a loop, of the kind of `before`. A part has `rows` for each lane; lanes are at `step` [P]."""
     if isinstance(policy, GroupPolicy):
-        parts = policy.policies.items()
         return {
-            name: _left(part, after[name], before[name], step, rows * policy.rows_in_lane(name)) for name, part in parts
+            name: _state_in_torch(part, after[name], before[name], step, rows * policy.rows_in_lane(name))
+            for name, part in policy.policies.items()
         }
     if not isinstance(policy, LoweredPolicy):
         return after

@@ -1,4 +1,4 @@
-"""The values of next observations, by few calls of the network."""
+"""Computes the values of next observations with few calls of the network."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from funcollect.trajectories.next_observations import next_observations
 from funcollect.trajectories.split import LANE, MASK, STEP, TRAJECTORY_IDS, check_single_steps
 from funcollect.tree import Path, as_path, flatten, moved
 
-_FEWEST = 32  # rows of one call in JAX
-_Outputs = Callable[[Any, Leaves], Mapping[str, Any]]  # by name, from parameters and rows [N, ...] of the keys read
+_FEWEST = 32  # rows in one call of a network in JAX
+_Outputs = Callable[[Any, Leaves], Mapping[str, Any]]  # from parameters and rows [N, ...] to the outputs by name
 
 
 def next_values(
     policy: Policy, params: Any, batch: Mapping[str, Any], key: str | Path = "state_value", *, env: Env | None = None
 ) -> Any:
-    """Return the values of a batch's next observations, for `gae` and the like, without gradients.
+    """Return the values of a batch's next observations, for `gae` and similar functions, without gradients.
 
-    Where the next row continues the trajectory, its own value ``batch[key]`` is copied. The network runs only for the
-    other rows: ends, cuts, and the last step. So the result is that of a second pass over all next observations, if
-    ``batch[key]`` was computed with `params`. A recurrent policy has to be made with ``record_state=True``: it makes
-    such a row's step again, and then acts on the next observation.
+    Where the next row continues the trajectory, its value ``batch[key]`` is copied. The network runs only for the other
+    rows: ends, cuts, and the last step. If ``batch[key]`` was computed with `params`, the result equals that of a
+    second pass over all next observations. A recurrent policy has to be made with ``record_state=True``: for these
+    rows, it repeats the step and then acts on the next observation.
 
-    The outputs of `policy`, one of `torch_policy`, `jax_policy` or `tensordict_policy`, have the value under `key`;
-    `params` None stands for its own, `env` is as for `evaluate_actions`. The `batch` has whole rows of time: it is a
-    TensorDict [*B, T], also with ``compact_obs``; for a policy in JAX `funcollect.interop.to_jax` of that, or what
-    `funcollect.traced.rollout` returned, also inside `jit`.
+    `policy` comes from `torch_policy`, `jax_policy` or `tensordict_policy`, and returns the value under `key`. `params`
+    None stands for its own; `env` is as for `evaluate_actions`. The `batch` has whole rows of time: a TensorDict
+    [*B, T], also with ``compact_obs``; for a policy in JAX, `funcollect.interop.to_jax` of that, or the result of
+    `funcollect.traced.rollout`, also inside `jit`.
 
     Returns the values [*B, T, 1], or [T, P] for a batch of `funcollect.traced`, as `gae` takes them; 0 in padding.
     Raises TypeError, ValueError or PolicyError for a policy, a batch or outputs without what is needed.
@@ -77,8 +77,8 @@ def next_values(
     acting.check_keys(xp, rows, [path, LANE, STEP, *needed])
     rows = {each: rows[each] for each in {path, LANE, STEP, TRAJECTORY_IDS, MASK, TIME_MAJOR, *needed} if each in rows}
 
-    def ask(params: Any, rows: Leaves, like: Any) -> Any:
-        """The values of rows [N, ...], as `like` those of others [..., *shape]."""
+    def values_of(params: Any, rows: Leaves, like: Any) -> Any:
+        """The values of the next observations of rows [N, ...], with the last dimensions and the dtype of `like`."""
         found = outputs(params, rows)
         if (name := ".".join(path)) not in found:
             raise PolicyError(f"the policy's outputs are {sorted(found)}, expected {name!r}: return it under that name")
@@ -90,33 +90,33 @@ def next_values(
             if len(index := missing.nonzero()[:, 0]):
                 picked: Any = {path: leaf[index] for path, leaf in flat.items()}
                 picked = moved(picked, policy.run_device) if policy.run_device else picked
-                values[index] = ask(params, picked, values).to(values.device)
+                values[index] = values_of(params, picked, values).to(values.device)
             return values.reshape(shape)
     traced = any(isinstance(leaf, import_jax().core.Tracer) for leaf in import_jax().tree.leaves(params))
-    program = compiled(policy, ("next values", path, id(space[0])), partial(_in_jax, ask, path, needed))
+    program = compiled(policy, ("next values", path, id(space[0])), partial(_in_jax, values_of, path, needed))
     return program(params if traced else policy.prepare(params), rows)
 
 
 def _carries(policy: Any, spaces: acting.Spaces) -> bool:
-    """Whether a module reads what it wrote in the step before, which a batch does not say."""
-    given = [leaf.path for leaf in spaces[1]]
-    return isinstance(policy, TensorDictPolicy) and reads_what_it_wrote(policy.module, {*given, *policy.hidden_states})
+    """Whether a module reads keys that it wrote in the step before, which a batch does not hold."""
+    roots = [leaf.path for leaf in spaces[1]]
+    return isinstance(policy, TensorDictPolicy) and reads_what_it_wrote(policy.module, {*roots, *policy.hidden_states})
 
 
 def _reading(xp: Any, policy: Any, spaces: acting.Spaces) -> tuple[list[Path], _Outputs]:
-    """The keys that are read, and what gives the outputs after the step."""
+    """The keys of the batch that are read, and the function that returns the outputs for the next observations."""
     space, roots = spaces[0], [leaf.path for leaf in spaces[1]]
     nexts = [("next", *root) for root in roots]
 
-    def seen(rows: Leaves, paths: Sequence[Path]) -> Any:
+    def observation(rows: Leaves, paths: Sequence[Path]) -> Any:
         return assemble(space, {root: rows[path] for root, path in zip(roots, paths, strict=True)})
 
     if isinstance(policy, TensorDictPolicy):  # the batch has its hidden states after each step
         after = dict(policy.written) | ({INIT: ("next", *INIT)} if policy.reads_init and INIT not in roots else {})
 
         def of_tensordict(params: Any, rows: Leaves) -> Mapping[str, Any]:
-            module, hidden = policy.bound(policy.prepare(params)), {path: rows[own] for path, own in after.items()}
-            answer = policy.call_module(module, seen(rows, nexts), hidden or None, ExplorationType.DETERMINISTIC)
+            module, hidden = policy.bound(policy.prepare(params)), {path: rows[key] for path, key in after.items()}
+            answer = policy.call_module(module, observation(rows, nexts), hidden or None, ExplorationType.DETERMINISTIC)
             return {".".join(path): leaf for path, leaf in flatten(answer).items()}
 
         return [*nexts, *after.values()], of_tensordict
@@ -126,14 +126,14 @@ def _reading(xp: Any, policy: Any, spaces: acting.Spaces) -> tuple[list[Path], _
     def of_network(params: Any, rows: Leaves) -> Mapping[str, Any]:
         network, recurrent, columns = acting.network_of(policy, params), None, iter(names)
         if names:
-            recurrent = network(seen(rows, roots), xp.map(lambda _: rows[next(columns)], state))[1]
-        return split_answer(network(seen(rows, nexts), recurrent)[0], policy.head)[1]
+            recurrent = network(observation(rows, roots), xp.map(lambda _: rows[next(columns)], state))[1]
+        return split_answer(network(observation(rows, nexts), recurrent)[0], policy.head)[1]
 
     return [*nexts, *names, *(roots if names else [])], of_network
 
 
 def _from_next_rows(xp: Any, path: Path, needed: Sequence[Path], rows: Leaves) -> tuple[Any, Any, dict[Path, Any], Any]:
-    """For N frames, flat: the values of the next rows, where they are missing, the inputs; and the result's shape."""
+    """For all N frames, flat: the next rows' values, a mask [N] of missing ones, the inputs; and the result's shape."""
     lead, value = tuple(rows[LANE].shape), rows[path]
     turn, back = acting.turning(rows, lead)
     by_time, last, tail = turn(value), turn(rows[LANE])[:1], tuple(value.shape[len(lead) :])
@@ -146,19 +146,19 @@ def _from_next_rows(xp: Any, path: Path, needed: Sequence[Path], rows: Leaves) -
     return values, missing, flat, lead + (() if TIME_MAJOR in rows and math.prod(tail) == 1 else tail or (1,))
 
 
-def _in_jax(ask: Callable[..., Any], path: Path, needed: Sequence[Path], params: Any, rows: Leaves) -> Any:
-    """Traced: call the network for as many rows at a time, and as often as there are missing ones."""
+def _in_jax(values_of: Callable[..., Any], path: Path, needed: Sequence[Path], params: Any, rows: Leaves) -> Any:
+    """Trace calls of the network for a fixed number of rows each, as many calls as the missing rows need."""
     jax = import_jax()
     params, rows = jax.lax.stop_gradient((params, rows))
     values, missing, flat, shape = _from_next_rows(jax_numerics(), path, needed, rows)
     count, left, lead = len(values), missing.sum(), rows[LANE].shape
     lanes = count // lead[0 if TIME_MAJOR in rows else -1]
-    size = min(count, max(lanes, _FEWEST))  # every lane lacks its last value
+    size = min(count, max(lanes, _FEWEST))  # of a call; every lane lacks its last value
     order = jax.numpy.nonzero(missing, size=-(-count // size) * size, fill_value=count)[0]
 
     def advance(carry: tuple[Any, Any]) -> tuple[Any, Any]:
         at = jax.lax.dynamic_slice_in_dim(order, carry[0], size)
-        found = ask(params, {path: leaf.at[at].get(mode="clip") for path, leaf in flat.items()}, values)
+        found = values_of(params, {path: leaf.at[at].get(mode="clip") for path, leaf in flat.items()}, values)
         return carry[0] + size, carry[1].at[at].set(found, mode="drop")
 
     return jax.lax.while_loop(lambda carry: carry[0] < left, advance, (0, values))[1].reshape(shape)

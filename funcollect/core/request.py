@@ -1,4 +1,4 @@
-"""The checked arguments of a rollout: its request, the numbers of its exploration, the state that it begins with."""
+"""Checks the arguments of a rollout: its request, the values of its exploration, and the state that it begins with."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ ANOTHER_POLICY = (  # what to do about its state
     "pass the policy that the state was made with, or continue with "
     "state.replace(policy_state=policy.init(state.key, state.num_lanes))"
 )
-EXPLORATION: Path = ("collector", "exploration")  # a batch's key of the values
+EXPLORATION: Path = ("collector", "exploration")  # the batch's key for these values
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 PerLane = Tensor | Sequence[float]  # [L] float, a number for each lane of the whole run
-Value = float | PerLane | Callable[[int], float | PerLane]  # or a function of the frames of the whole run so far
+Value = float | PerLane | Callable[[int], float | PerLane]  # the function takes the frames of the whole run so far
 OwnColumns = Mapping[Path, Tensor]
 NOWHERE: OwnColumns = MappingProxyType({})
-Rollout = tuple[CollectorState, TensorDict]  # the result of one: the next state, and the batch
+Rollout = tuple[CollectorState, TensorDict]  # the result of a rollout: the next state, and the batch
 
 
 class StepOptions(NamedTuple):
-    """What a step is compiled for, beside the environment, the policy and the number of lanes."""
+    """What a compiled step depends on, beside the environment, the policy and the number of lanes."""
 
     exploration_type: ExplorationType
     limit: int | None  # steps after which an episode is truncated
@@ -54,22 +54,22 @@ class StepOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One rollout's arguments, checked here and nowhere else: first those of `rollout`, in its order."""
+    """The arguments of one rollout, checked here and nowhere else; those of `rollout` come first, in its order."""
 
     length: int  # the number of steps, T
     params: Any = field(default=None, compare=False)
     exploration_type: ExplorationType = ExplorationType.RANDOM  # how heads act
-    # `run` sets all values, as numbers or those of the state's lanes [P]
+    # `api.run` fills in all values: numbers, or arrays [P] for the state's lanes
     exploration: Mapping[str, Any] = field(default_factory=lambda: NO_VALUES, compare=False)
     max_frames_per_traj: int | None = None  # steps after which a trajectory is truncated
     _: KW_ONLY
-    random_steps: int = 0  # steps, from the beginning of the run, in which lanes act randomly
+    random_steps: int = 0  # the first steps of the run, in which lanes act randomly
     reset_when_done: bool = True  # False keeps a finished lane finished
     # memory [T, P, ...] by path, into which observations of that shape and dtype are recorded
     columns: OwnColumns = field(default_factory=lambda: NOWHERE, compare=False)
-    owned: bool = False  # whether the state's memory may be used again: no one else holds the state
-    compact_obs: bool = False  # whether next observations may be left out that following frames have
-    with_time: bool = True  # False for the batch of one step without its dimension
+    owned: bool = False  # whether the state's memory may be reused, because no one else holds the state
+    compact_obs: bool = False  # whether to leave out next observations that are the root of a following frame
+    with_time: bool = True  # False for the batch of one step, without a time dimension
 
     def __post_init__(self) -> None:
         arguments.check_positive("length", self.length)
@@ -90,12 +90,12 @@ class Request:
         """The request with these parameters."""
         if params is self.params:
             return self
-        made = object.__new__(Request)
-        vars(made).update(vars(self), params=params)
-        return made
+        changed = object.__new__(Request)  # `replace` would check everything again
+        vars(changed).update(vars(self), params=params)
+        return changed
 
     def column(self, path: Path, row: Tensor, count: int = 1) -> Tensor:
-        """Return memory [count, T, P, ...] for rows like `row` [P, ...]."""
+        """Return memory [count, T, P, ...] for rows like `row` [P, ...]: the column in `columns`, or new memory."""
         shape, given = (self.length, *row.shape), self.columns.get(path)
         fits = given is not None and (given.shape, given.dtype, given.device) == (shape, row.dtype, row.device)
         return given[None] if given is not None and fits and count == 1 else row.new_empty(count, *shape)
@@ -107,29 +107,29 @@ class Request:
 
 
 class OpenFor:
-    """Base class of pairs that are open for rollouts of one request, one after the other."""
+    """Base class of opened loops: a pair of environment and policy, ready for rollouts of one request."""
 
-    # What the user did, with a copy of its exploration, all numbers, and what is run for that at any state.
-    asked: tuple[Request, Mapping[str, Any], Request] | None = None
+    # The user's request, a copy of its exploration, all numbers, and the request that runs for it from any state.
+    remembered: tuple[Request, Mapping[str, Any], Request] | None = None
 
-    def known(self, asked: Request) -> Request | None:
-        """Return the request to run for what the user asks; None if that is not what was asked before."""
-        before, numbers, request = self.asked or (None, NO_VALUES, asked)
+    def repeated(self, asked: Request) -> Request | None:
+        """Return the request that runs for the user's request `asked`; None if `asked` differs from the last one."""
+        before, numbers, request = self.remembered or (None, NO_VALUES, asked)
         if before is None or not before.like(asked):
             return None
-        given = asked.exploration
-        if given is not numbers and not (are_numbers(given) and given == numbers):
+        values = asked.exploration
+        if values is not numbers and not (are_numbers(values) and values == numbers):
             return None
         return request.given(asked.params)
 
     def remember(self, asked: Request, request: Request | None) -> None:
-        """Run `request` whenever the user asks the same, unless that is None, or depends on more than numbers."""
-        given = asked.exploration
-        self.asked = (asked, given and dict(given), request) if request and are_numbers(given) else None
+        """Let `request` run whenever the user asks the same, unless it is None or values are more than numbers."""
+        values = asked.exploration
+        self.remembered = (asked, values and dict(values), request) if request and are_numbers(values) else None
 
 
 def check_ends(max_frames_per_traj: int | None, reset_when_done: bool) -> None:
-    """Raise ValueError for a limit on trajectories together with lanes that stay finished."""
+    """Raise ValueError if trajectories are limited and lanes stay finished."""
     if not reset_when_done and max_frames_per_traj is not None and max_frames_per_traj > 0:
         why = "max_frames_per_traj cuts a trajectory so that the lane begins another"
         raise ValueError(f"{why}, reset_when_done=False keeps it finished: give one of them")
@@ -154,18 +154,18 @@ def check_values(exploration: Any) -> None:
 
 
 def are_numbers(exploration: Mapping[str, Any]) -> bool:
-    """Whether all values are numbers, which do not change."""
+    """Whether all values are numbers, which cannot change between rollouts."""
     return all(isinstance(value, (float, int, np.number)) for value in exploration.values())
 
 
 def check_given(policy: Policy, given: Mapping[str, Any], lanes: int | None = None) -> None:
-    """Raise what `exploration_values` would raise for `lanes`, L, without calling the functions among the values."""
+    """Raise as `exploration_values` does for `lanes` (L), without calling the functions among the values."""
     constants = dict(given)
     for name, value in given.items():
         if callable(value):
             arguments.check_function(f"exploration[{name!r}]", value, "a function of the number of frames", 1)
             constants[name] = policy.exploration.get(name, 0.0)
-    _checked(policy, constants, lanes, np)
+    _checked_values(policy, constants, lanes, np)
 
 
 def exploration_values(
@@ -173,16 +173,16 @@ def exploration_values(
 ) -> Mapping[str, Any]:
     """Return the values of `Policy.exploration`: the `given` ones, and the policy's own for all other names.
 
-    Numbers are rounded to float32. Of values per lane [L], those of the state's lanes [P] are returned, as an array, or
-    as a tensor for a policy in Torch. Functions are called with the frames so far, which may wait for a device; in
-    traced code there are none, and values may be traced.
+    Numbers are rounded to float32. Values per lane [L] are reduced to the state's lanes [P], as an array, or a tensor
+    for a policy in Torch. Functions are called with the frames so far, which may wait for a device; traced code has no
+    functions, but its values may be traced.
     """
     functions = [name for name, value in given.items() if callable(value)]
     if traced and functions:
         raise TypeError(f"exploration has functions for {functions}, expected numbers in traced code: call them first")
     if functions:
         given = {**given, **{name: given[name](state.steps_made * state.total_lanes) for name in functions}}
-    values = _checked(policy, given, state.total_lanes, import_jax().numpy if traced else np)
+    values = _checked_values(policy, given, state.total_lanes, import_jax().numpy if traced else np)
     for name, value in values.items():
         if np.ndim(value):
             if not traced and state.lane_ids[-1] >= len(value):
@@ -195,8 +195,8 @@ def exploration_values(
     return values or NO_VALUES
 
 
-def _checked(policy: Policy, given: Mapping[str, Any], lanes: int | None, xp: Any) -> dict[str, Any]:
-    """All values, numbers or arrays [L] float32 of `xp`, in the ranges of the policy's head."""
+def _checked_values(policy: Policy, given: Mapping[str, Any], lanes: int | None, xp: Any) -> dict[str, Any]:
+    """All values: numbers or float32 arrays [L] of `xp`, checked by the policy's head for their ranges."""
     own = policy.exploration
     if unknown := sorted(given.keys() - own.keys()):
         wanted = f"names out of {sorted(own)}, the numbers that the policy's head has"
@@ -210,7 +210,7 @@ def _checked(policy: Policy, given: Mapping[str, Any], lanes: int | None, xp: An
 
 
 def _value(name: str, value: Any, lanes: int | None, xp: Any) -> Any:
-    """A number, in NumPy rounded to float32, or an array [L] float32; L is `lanes`, or not known."""
+    """A number, rounded to float32 if `xp` is NumPy, or a float32 array [L]; `lanes` is L, or None if not known."""
     try:
         array = xp.array(value.detach().float().cpu().numpy() if isinstance(value, Tensor) else value, np.float32)
     except (TypeError, ValueError) as error:
@@ -223,9 +223,9 @@ def _value(name: str, value: Any, lanes: int | None, xp: Any) -> Any:
 
 
 def with_values(batch: TensorDict, values: Mapping[str, Any]) -> TensorDict:
-    """Return a batch that also holds these values, each [P, T]: views of one number, or of one for each lane [P].
+    """Return the batch with these values, each [P, T]: views of one number, or of one for each lane [P].
 
-    A batch that has them already, of rows that earlier rollouts have made, stays as it is.
+    A batch that holds them already stays as it is: some of its rows may be from earlier rollouts (`own_pace`).
     """
     if not values or EXPLORATION in batch.keys(include_nested=True):
         return batch
@@ -243,7 +243,7 @@ def head_of(policy: Policy) -> Head | None:
 
 
 def own_action_warning(policy: Policy, random_frames: int | None) -> str:
-    """Return a warning for random first frames of a policy that may carry its own action; empty for any other."""
+    """Return a warning if a policy that may carry its own action is to begin with random frames; else an empty text."""
     if not random_frames or random_frames < 0 or not any(map(_may_carry_action, parts_of(policy))):
         return ""
     return (
@@ -261,14 +261,14 @@ def _may_carry_action(policy: Policy) -> bool:
 
 
 def check_state_kind(policy_state: Any, wanted: type) -> None:
-    """Raise ValueError for a policy state that is of another kind of policy."""
+    """Raise ValueError for the state of another kind of policy."""
     if type(policy_state) is not wanted:
         what = f"the state holds the policy state {type(policy_state).__name__}, this policy wants {wanted.__name__}"
         raise ValueError(f"{what}: {ANOTHER_POLICY}")
 
 
 def check_state(env: Env, state: CollectorState, function: str, values: Any = None, *, live: bool = True) -> None:
-    """Raise unless `state` is a state of `env`, live if that is asked for, and neither it nor `values` are traced."""
+    """Raise unless `state` belongs to `env`, was not donated (if `live`), and neither it nor `values` are traced."""
     check_kind("state", state, CollectorState, "pass the state that init or rollout returned (after env and policy)")
     if not is_env(env):
         raise TypeError(f"env is {kind_of(env)}, expected an Env: pass the env that the state was made with")
@@ -283,9 +283,9 @@ def check_state(env: Env, state: CollectorState, function: str, values: Any = No
 
 
 def given_starts(env: Any, held: tuple[Any, Any], to: Any, call: Any, differing: Any, by_path: Any) -> tuple[Any, Any]:
-    """The environment states in the `to` of a reset, and their observations by path, each like those `held`.
+    """The environment states in the `to` of a reset, and their observations by path, both checked to be like `held`.
 
-    `call` gives observations of states alone, by the environment's own function; `differing` says how pytrees differ.
+    ``call(observe, states)`` returns the observations of states alone; `differing` describes how two pytrees differ.
     """
     bare: Any = lambda each: each.current if isinstance(each, JaxEnvState) else each  # noqa: E731
     if not differing(held[0], bare(to)):
@@ -308,7 +308,7 @@ def _check_like(env: Any, what: str, difference: str) -> None:
 
 
 def check_traced_state(env: Any, state: Any) -> None:
-    """Raise unless `state` is the state of one run of `env`, which is written in JAX."""
+    """Raise unless `env` is written in JAX and `state` is the state of one run of it."""
     check_jax(env)
     check_kind("state", state, CollectorState, "pass the state that init or rollout returned, after policy and params")
     _check_one_run(state)
@@ -322,18 +322,18 @@ def check_jax(env: Any) -> None:
 
 
 def check_eager(function: str, values: Any = ()) -> None:
-    """Raise TypeError inside a JAX transformation, also if it traces none of these values."""
+    """Raise TypeError inside a JAX transformation, also if none of these values is traced."""
     if "jax" not in sys.modules:
         return
     jax = import_jax()
-    outside = getattr(jax._src.core, "trace_state_clean", lambda: True)  # private; traced arguments are seen without it
+    outside = getattr(jax._src.core, "trace_state_clean", lambda: True)  # private; traced values are noticed without
     if not outside() or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
         mend = f"inside of jit, vmap, grad or scan call funcollect.traced.{function} over a JAX environment"
         raise TypeError(f"funcollect.{function} got values that JAX traces, expected arrays: {mend}")
 
 
 def _check_one_run(state: CollectorState) -> None:
-    """Raise TypeError for a state whose key is of another kind, ValueError for one with dimensions of a `vmap`."""
+    """Raise TypeError for a state with a key of another kind, ValueError for the states of several runs (`vmap`)."""
     key: Any = state.key
     if getattr(key, "dtype", None) != np.uint32 or key.shape[-1:] != (2,):
         mend = "pass funcollect.keys.key_from_seed(0) to state.replace, or jax.random.key_data of a typed key"
@@ -344,6 +344,6 @@ def _check_one_run(state: CollectorState) -> None:
 
 
 def is_live(state: CollectorState) -> bool:
-    """Whether the state's memory was donated to no compiled function."""
-    leaves = import_jax().tree.leaves((state.env_state, dict(state.observation)))  # what collectors use up
+    """Whether the state's memory has not been donated to a compiled function."""
+    leaves = import_jax().tree.leaves((state.env_state, dict(state.observation)))  # only these are ever donated
     return not any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, import_jax().Array))

@@ -1,4 +1,4 @@
-"""Which loop runs an environment with a policy, in which form the policy runs in it, and both explained in words."""
+"""Decides which loop runs a pair of environment and policy, and in which form the policy runs; `explain` reports it."""
 
 from __future__ import annotations
 
@@ -90,17 +90,17 @@ def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = Explo
     except LoweringError as error:
         if asked is not None:
             raise
-        return Route("crossing", policy, (f"not lowered: {error.with_traceback(None)}",))  # it is kept, not its frames
+        return Route("crossing", policy, (f"not lowered: {error.with_traceback(None)}",))  # cached, so without frames
 
 
 def of_lanes(env: Env, policy: Policy, state: CollectorState) -> Policy:
-    """Return the policy for the lanes of a state: with those members of populations that act for these."""
+    """Return the policy for the lanes of a state: of populations, only the members that act in these lanes."""
     source = policy.source if isinstance(policy, LoweredPolicy) else policy
     if not (isinstance(source, Population) or (isinstance(source, GroupPolicy) and source.has_populations)):
         return policy
     every, total = state.num_lanes, state.total_lanes
-    own = source.of_lanes(range(total) if every == total else state.lane_ids, total)  # reading ids waits for a device
-    return own if source is policy else route_of(env, own).policy
+    acting = source.of_lanes(range(total) if every == total else state.lane_ids, total)  # reading ids may wait
+    return acting if source is policy else route_of(env, acting).policy
 
 
 _NOT_BY_CUT = "data depend on every step and reset since, not on how a run is cut into batches"
@@ -129,7 +129,7 @@ _PLACES = {
     "jax": "the environment is a JAX function",
     "device": "the simulators hold all lanes as tensors on one device",
 }
-_LOOPS = {  # by `Route.loop`, for those that are not a call of the policy per step: how steps are made, what is copied
+_LOOPS = {  # by `Route.loop`, unless the policy is simply called at each step: how steps are made, what is copied
     "captured": (
         f"policy, environment and recording are CUDA graphs of {STEPS} steps, one launch each",
         f"parameters, buffers and random numbers into each graph of {STEPS} steps, its columns out of it",
@@ -203,14 +203,14 @@ def explain(env: Env, policy: Policy) -> Plan:
     check_pair(env, policy)
     route = route_of(env, policy)
     lanes = "one environment without a batch dimension" if env.num_envs is None else f"a batch of {env.num_envs}"
-    head = f" with the head {own.name}" if (own := head_of(policy)) else ""
+    head_name = f" with the head {head.name}" if (head := head_of(policy)) else ""
     compiler = f", compiled by {policy.compiler}" if isinstance(policy, TorchBacked) and policy.compiler else ""
     in_jax = "jax" in (env.backend, route.policy.backend)
-    each = "the policy is one call per step for all lanes", "each observation once, into the batch"
-    steps, copies = _LOOPS.get(route.loop, each)
+    default = "the policy is one call per step for all lanes", "each observation once, into the batch"
+    steps, copies = _LOOPS.get(route.loop, default)
     return Plan(
         env=f"{env!r}, {lanes}",
-        policy=f"{type(policy).__name__}{head} ({policy.backend}{compiler})",
+        policy=f"{type(policy).__name__}{head_name} ({policy.backend}{compiler})",
         loop=route.loop,
         why="; ".join([_PLACES[env.backend], *_reasons(route, steps, in_jax), *route.refusals]),
         copies=_copies(env, route, copies),

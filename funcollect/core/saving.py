@@ -1,4 +1,4 @@
-"""A state as plain data: `snapshot` takes it, `restore` continues from it, `resume` begins new episodes after it."""
+"""States as plain data: `snapshot` returns it, `restore` continues from it, `resume` begins new episodes after it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from funcollect.specs import torch_dtype
 
 Episodes = Literal["continue", "restart"]
 COUNTS = ("key", "episode", "steps", "policy_version")
-_PARTS = ("policy_state", "env_params")  # of a state, which `resume` takes over beside the counts
+_PARTS = ("policy_state", "env_params")  # parts of a state that `resume` restores beside the counts
 _FIELDS = tuple(name for name in LEAVES if name != "env_state")
 _KINDS = {"host": "simulators", "torch": "Torch", "jax": "JAX", "device": "simulators on a device"}
 _KIND = "a collector state"
@@ -40,16 +40,16 @@ _ADVICE = "save with episodes='restart', which begins new episodes after loading
 def save(path: str | os.PathLike[str], state: CollectorState, *, episodes: Episodes = "continue") -> None:
     """Write a state to a file, from which `load` continues exactly, in any process. The state can still be used.
 
-    Of simulators, a snapshot is saved if they give one (ALE), otherwise the seed and actions of each lane's episode,
-    which `load` replays. ``episodes="restart"`` saves no episodes: all lanes begin others after loading, under new
-    trajectory ids. An earlier file is replaced once the new one is complete.
+    Over simulators, the file holds their snapshot if they offer one (ALE), otherwise the seed and the actions of each
+    lane's episode, which `load` replays. With ``episodes="restart"`` it holds no episodes: after loading, all lanes
+    begin others, under new trajectory ids. An earlier file is replaced once the new one is complete.
 
     Raises:
         ReplayError: for simulators that can neither be replayed nor give a snapshot (see `fork`), unless
             ``episodes="restart"``.
         StaleStateError: if the state has been superseded by a later one.
         TypeError: for a state that holds other objects than arrays and numbers.
-        ValueError: for the state of several runs, which `jax.vmap` has made.
+        ValueError: for the states of several runs, as `jax.vmap` makes them.
         OSError: if the file cannot be written; an earlier one is unchanged.
 
     >>> import funcollect as fc, os, tempfile
@@ -64,10 +64,10 @@ def save(path: str | os.PathLike[str], state: CollectorState, *, episodes: Episo
 def load(
     path: str | os.PathLike[str], env: Env, policy: Policy, *, episodes: Episodes = "continue"
 ) -> CollectorState[Any]:
-    """Read a state that `save` has written: the next rollout is bit for bit the one that would have come.
+    """Read a state that `save` wrote. The next rollout is bit for bit the one that the saved state would have made.
 
-    `env` and `policy` are like those that the state was made with; the policy's parameters are not in the file.
-    `episodes` is as in `save`.
+    `env` and `policy` must be like those that made the state; the policy's parameters are not in the file. `episodes`
+    is as in `save`.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -90,7 +90,7 @@ def load(
 
 
 def checked_path(path: Any, episodes: Any, mend: str = "pass the name of a file") -> Path:
-    """A file's path; TypeError for anything else, ValueError for a wrong `episodes`."""
+    """The path as a `Path`; TypeError if it is none, ValueError for a wrong `episodes`."""
     check_kind("path", path, (str, os.PathLike), mend)
     check_episodes(episodes)
     return Path(path)
@@ -102,7 +102,7 @@ def check_episodes(episodes: Any) -> None:
 
 
 def snapshot(state: CollectorState, episodes: Episodes | None = "continue") -> dict[str, Any]:
-    """A state as plain data; raises as `save` does. For None it is for `counts_in`, and the state may be superseded."""
+    """A state as plain data; raises as `save` does. For None it serves `counts_in`, and the state may be stale."""
     if runs := [*np.shape(state.key)[:-1]]:
         mend = "save each of them, which is jax.tree.map(lambda leaf: leaf[i], state)"
         raise ValueError(f"the state is of {runs} runs, expected one: {mend}")
@@ -148,7 +148,7 @@ def _record_data(simulation: Simulation, state: CollectorState) -> dict[str, Any
 def restore(
     data: Mapping[str, Any], env: Env, policy: Policy, *, episodes: Episodes = "continue", over: Any = None
 ) -> CollectorState:
-    """The state from a `snapshot`, for a checked pair; raises as `load` does. `over` gives it its simulators."""
+    """The state of a `snapshot`, for a checked pair; raises as `load` does. It takes over the simulators of `over`."""
     if len(lanes := data["lanes"]) != (env.num_envs or 1):
         raise ValueError(f"the saved state has {len(lanes)} lanes, {env!r} {env.num_envs or 1}: build it with as many")
     goes_on, total = episodes == "continue" and data["env_state"] is not None, data["total_lanes"]
@@ -195,7 +195,7 @@ def _with_fields(state: CollectorState, data: Mapping[str, Any]) -> CollectorSta
 
 
 def _description(state: CollectorState, env: Env | None = None) -> dict[str, Any]:
-    """What a state and its environment have in common with those that can load it."""
+    """The properties in which a saved state must agree with the environment and the state it is restored into."""
     if isinstance(state.env_state, SimulatorHandle):
         env = state.env_state.simulation.env
     backend = env.backend if env else "torch" if isinstance(state.lane, Tensor) else "jax"
@@ -208,7 +208,7 @@ def _description(state: CollectorState, env: Env | None = None) -> dict[str, Any
 
 
 def counts_in(data: Mapping[str, Any], *, copies: bool = False) -> dict[str, Any]:
-    """The fields of a `snapshot` that `resume` needs: tensors on the CPU and numbers; `copies` also of its parts."""
+    """The fields of a `snapshot` that `resume` needs: CPU tensors and numbers; with `copies`, its parts are copied."""
     fields = data["fields"]
     key, episode, steps, version = (fields[name][0] for name in COUNTS)
     return {
@@ -222,10 +222,10 @@ def counts_in(data: Mapping[str, Any], *, copies: bool = False) -> dict[str, Any
 
 
 def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> CollectorState:
-    """Begin new episodes after the saved counts, with the parts of the state that `counts_in` has kept."""
-    if (lanes := len(saved["episode"])) != (own := state.num_lanes):
+    """Begin new episodes after the saved counts, with the parts of the state in `saved`, a result of `counts_in`."""
+    if (lanes := len(saved["episode"])) != state.num_lanes:
         mend = "build the collector with the same number of environments"
-        raise ValueError(f"the saved state has {lanes} lanes, this one {own}: {mend}")
+        raise ValueError(f"the saved state has {lanes} lanes, this one {state.num_lanes}: {mend}")
     if "varying_params" in saved:
         state = like_described(env, state, saved["varying_params"])
     parts = {name: put_back(name, getattr(state, name), saved[name]) for name in _PARTS if name in saved}
@@ -242,14 +242,14 @@ def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> Collect
 
 
 def reseed(env: Env, policy: Policy, state: CollectorState, seed: int) -> CollectorState:
-    """Begin new episodes under another seed. Before the first step, the result equals `init` with this seed."""
+    """Begin new episodes under another seed. Before the first step, the result equals that of `init` with this seed."""
     return go_on(env, policy, state.replace(key=key_from_seed(seed)), episode=None if state.steps_made else -1)
 
 
 def go_on(
     env: Env, policy: Policy, state: CollectorState, *, steps: int | None = None, episode: int | None
 ) -> CollectorState:
-    """Begin new episodes, as if all lanes had made so many steps and begun the episodes up to this one."""
+    """Begin new episodes as if every lane had made `steps` and begun episodes up to `episode`; None: as it has."""
     policy_state = policy_start(policy, state.key, state.num_lanes, int(state.lane_ids[0]), steps or 0)
     given = {"steps": steps, "episode": None if episode is None else torch.full((state.num_lanes,), episode)}
     counts = {name: value for name, value in counts_in(snapshot(state, None)).items() if name in COUNTS}
@@ -258,7 +258,7 @@ def go_on(
 
 
 def _flattened(part: Any) -> tuple[list[Any], Any]:
-    # a new state has none of the keys that a TensorDict policy carries
+    # without the keys that a TensorDict policy carries, which a new state does not have
     return flatten_part(part._replace(carried=None) if isinstance(part, TorchPolicyState) else part)
 
 
@@ -269,19 +269,19 @@ def _copied(leaf: Any) -> Tensor:
 def put_back(name: str, like: Any, leaves: Sequence[Any], *, in_place: bool = False) -> Any:
     """The part `name` of a state from its saved leaves, in the form of `like`; ValueError for other shapes or dtypes.
 
-    With `in_place`, tensors of `like` that require gradients are written and returned: optimizers refer to them.
+    With `in_place`, tensors of `like` that require gradients are overwritten, since optimizers refer to them.
     """
-    own, treedef = _flattened(like)
+    current, treedef = _flattened(like)
     owner = "policy" if name == "policy_state" else "environment"
-    found, wanted = ([tuple(np.shape(leaf)) for leaf in each] for each in (leaves, own))
+    found, wanted = ([tuple(np.shape(leaf)) for leaf in part] for part in (leaves, current))
     if found != wanted:
         what = f"the saved {name} has leaves of the shapes {shown(found)}, here they have {shown(wanted)}"
         raise ValueError(f"{what}: build it with the same {owner}")
-    for leaf, saved in zip(own, leaves, strict=True):
+    for leaf, saved in zip(current, leaves, strict=True):
         if (was := _dtype(saved)) != (now := _dtype(leaf)) and was and now:
             mend = f"build it with the same {owner}, and with jax_enable_x64 as it was"
             raise ValueError(f"a leaf of the saved {name} is {was}, here it is {now}: {mend}")
-    return treedef.unflatten(_like(*each, in_place) for each in zip(own, leaves, strict=True))
+    return treedef.unflatten(_like(*pair, in_place) for pair in zip(current, leaves, strict=True))
 
 
 def _dtype(leaf: Any) -> str:
@@ -290,7 +290,7 @@ def _dtype(leaf: Any) -> str:
 
 
 def _like(leaf: Any, saved: Any, in_place: bool) -> Any:
-    """A saved leaf as the kind of tensor, array or number that `leaf` is, where that is; or written into it."""
+    """A saved leaf as a tensor, array or number like `leaf`, on its device; with `in_place`, written into `leaf`."""
     if isinstance(leaf, Tensor):
         if not (in_place and leaf.requires_grad):
             return torch.as_tensor(saved).to(leaf.device)

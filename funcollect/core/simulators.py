@@ -1,4 +1,4 @@
-"""Live simulators behind a state, which one state at a time holds, and copies of them."""
+"""The live simulators behind a state, which only the latest state may use, and how they are seeded and copied."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from funcollect.processes.failures import UnsentResultError
 from funcollect.threefry import hashed_in_numpy
 from funcollect.tree import Path
 
-_PROGRESS = ("key", "episodes", "steps", "unseeded", "last_outcome", "calls", "options")  # that a record copies
-_SEEDS = 64  # of a block of episodes, drawn at once
-LARGEST_LOG = 128 << 20  # bytes; almost twice what 1,000 steps of 1,024 lanes with 17 numbers each need
-_JOINED = 64  # steps of short rollouts in one chunk, since a tensor takes half a kilobyte besides its numbers
+_PROGRESS = ("key", "episodes", "steps", "unseeded", "last_outcome", "calls", "options")  # copied by a record
+_SEEDS = 64  # of consecutive episodes of a lane, a block, which are drawn at once
+LARGEST_LOG = 128 << 20  # bytes; almost twice the actions of 1,000 steps of 1,024 lanes with 17 float32 each
+_JOINED = 64  # steps of short rollouts joined in one chunk, since a tensor takes half a kilobyte beside its numbers
 
 
 def episode_seeds(seed: int, lanes: npt.NDArray[np.int64], episodes: npt.NDArray[np.int64]) -> list[int | None]:
-    """The seeds of N episodes of a run, by the lanes [N] and their numbers there [N]: the first words of their keys."""
+    """The seeds of N episodes of a run, the first words of their keys, from their lanes [N] and numbers there [N]."""
     keys = lane_keys(key_from_seed(seed), Purpose.RESET, lanes)
     seeds: list[int | None] = hashed_in_numpy(keys, np.zeros(1, np.uint32), episodes.astype(np.uint32))[0].tolist()
     return seeds
@@ -46,31 +46,31 @@ class AppliedCall(NamedTuple):
     function: Callable[..., Any]
     args: tuple[Any, ...]
     steps: int  # of every lane before the call
-    episodes: list[int]  # [P], the episode that each lane was in; -1 for none that can come again
+    episodes: list[int]  # [P], the episode that each lane was in; -1 for one that is over
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationRecord:
-    """What brings new simulators to the state of these: for `fork` in memory, for `save` in a file."""
+    """What `rebuild` needs to bring new simulators to the same state: in memory for `fork`, in a file for `save`."""
 
     key: Key
     episodes: list[int]  # [P], the episode that each lane is in
     steps: int  # of every lane since `init`
-    unseeded: set[int]  # lanes that get a seed at their next reset in any case
+    unseeded: set[int]  # lanes that get a seed at their next reset, however the environment is seeded
     ages: Tensor  # [P] int64, steps of the loop since each lane's reset
-    actions: Tensor | None  # [max(ages), P, ...], the latest ones, for simulators that are replayed
-    snapshot: Any  # of simulators that give one
+    actions: Tensor | None  # [max(ages), P, ...], the latest ones, if the simulators are replayed
+    snapshot: Any  # if the simulators offer one
     last_outcome: protocols.Outcome  # which finished lanes repeat
-    calls: list[AppliedCall] = field(default_factory=list)  # of functions, in order
+    calls: list[AppliedCall] = field(default_factory=list)  # in the order in which they were made
     options: dict[int, tuple[int, Any]] = field(default_factory=dict)  # by lane: an episode, and its reset's options
 
 
 class ActionLog:
-    """The actions of the last steps, [steps, P, ...], of at most `limit` bytes: no longer episode can be replayed."""
+    """The actions of the last steps, [steps, P, ...], up to `limit` bytes; a longer episode cannot be replayed."""
 
     def __init__(self, num_lanes: int, limit: int = LARGEST_LOG) -> None:
-        self._chunks: deque[Tensor] = deque()  # of one rollout, or several short ones
-        self._short: list[Tensor] = []  # those of the last short rollouts, which will be one chunk
+        self._chunks: deque[Tensor] = deque()  # the actions of one rollout each, or of several short ones
+        self._short: list[Tensor] = []  # the actions of the last short rollouts, to be joined in one chunk
         self.limit = limit  # 0 if no replay will need the actions
         self.ages = torch.zeros(num_lanes, dtype=torch.int64)  # [P], steps of the loop since each lane's reset
 
@@ -103,9 +103,9 @@ class ActionLog:
         return torch.cat(tuple(self._chunks))[-longest:] if longest else torch.empty(0, len(self.ages))
 
     def resume(self, actions: Tensor | None, ages: Tensor) -> None:
-        """Continue the log with the result of another's `since_reset`, and its ages."""
-        given = [] if actions is None or not len(actions) else [actions]
-        self.ages, self._chunks, self._short = ages, deque(given), []
+        """Continue the log of other simulators, from the result of its `since_reset` and its ages."""
+        chunks = [] if actions is None or not len(actions) else [actions]
+        self.ages, self._chunks, self._short = ages, deque(chunks), []
 
 
 class LiveSimulators:
@@ -116,15 +116,15 @@ class LiveSimulators:
     def __init__(self, env: Any, simulators: Any) -> None:
         self._finalizer = weakref.finalize(self, simulators.close)  # first of all: Ctrl-C may come at any moment
         self.env, self.simulators = env, simulators
-        self.version, self.busy, self.closed = 0, False, False
-        self.renewed = simulators if isinstance(simulators, WorkerLanes) else None
+        self.version, self.busy, self.closed = 0, False, False  # busy: in a call, or since one that did not end
+        self.worker_lanes = simulators if isinstance(simulators, WorkerLanes) else None
 
     def __reduce__(self) -> Any:
         mend = "take funcollect.fork(env, state), or funcollect.save(path, state)"  # copies of MuJoCo would diverge
         raise TypeError(f"the simulators of {self.env} cannot be copied or pickled: {mend}")
 
     def seed_again(self) -> None:
-        """Give every lane a seed at its next reset: after a call that did not end, simulators may stand anywhere."""
+        """Give every lane a seed at its next reset: after a broken-off call, simulators may be in any state."""
 
     def release(self) -> SimulatorHandle:
         """Return the handle of the next state."""
@@ -151,7 +151,7 @@ class Simulation(LiveSimulators):
         self.least_ready: int = paced.least_ready if paced else 0
         self.most_ahead: int = paced.most_ahead if paced else 0
         self.carried: Any = None  # the rows that lanes have made beyond the last rollout
-        self._announced = False  # whether those know the seeds of the next episodes
+        self._announced = False  # whether `worker_lanes` know the seeds of the next episodes
         self.calls: list[AppliedCall] = []
         self.changed_in_part = False  # whether a function raised, so that only some lanes' environments have changed
         self.rekey(key, [-1] * len(self.lanes), 0)
@@ -159,11 +159,11 @@ class Simulation(LiveSimulators):
         self.last_outcome: protocols.Outcome = ((), (), (), ())  # which finished lanes repeat
 
     def rekey(self, key: Key, episodes: list[int], steps: int) -> None:
-        """Take further seeds from `key`, after the episodes with the numbers `episodes` [P] and so many steps."""
+        """Take the next seeds from `key`, as if lanes were in `episodes` [P] and had made `steps`."""
         self.key, self.episodes, self.steps = key, episodes, steps
         self.calls = [call._replace(episodes=[-1] * len(self.lanes)) for call in self.calls]
         self.options: dict[int, tuple[int, Any]] = {}  # by lane: an episode, and the options of its reset
-        self._seeds: list[tuple[int, list[int]]] = [(-1, [])] * len(self.lanes)  # of each lane's latest block
+        self._seeds: list[tuple[int, list[int]]] = [(-1, [])] * len(self.lanes)  # by lane: its last block, the seeds
         self._draw_seeds(slice(None), (episodes[0] + 1) // _SEEDS)
         self.seed_again()
 
@@ -175,11 +175,11 @@ class Simulation(LiveSimulators):
         keys = lane_keys(self.key, Purpose.RESET, np.array(self.lanes))
         episodes = np.arange(block * _SEEDS, (block + 1) * _SEEDS, dtype=np.uint32)
         pair = keys[0][lanes, None], keys[1][lanes, None]
-        seeds = hashed_in_numpy(pair, np.zeros((), np.uint32), episodes)[0].tolist()
-        self._seeds[lanes] = [(block, each) for each in seeds]
+        by_lane = hashed_in_numpy(pair, np.zeros((), np.uint32), episodes)[0].tolist()
+        self._seeds[lanes] = [(block, seeds) for seeds in by_lane]
 
     def _next_seed(self, lane: int) -> int | None:
-        """The seed of a lane's next episode, the first word of its key; None if an earlier generator continues."""
+        """The seed of a lane's next episode, the first word of its key; None if the lane's generator continues."""
         if not self._each_episode and lane not in self.unseeded:
             return None
         block, index = divmod(self.episodes[lane] + 1, _SEEDS)
@@ -188,10 +188,10 @@ class Simulation(LiveSimulators):
         return self._seeds[lane][1][index]
 
     def announce(self, restarting: bool) -> None:
-        """Announce whether, and how, lanes will be restarted to simulators that can use it."""
-        if self.renewed is not None:
-            every, self._announced = range(len(self.lanes)), restarting
-            self.renewed.announce(every, [*map(self._next_seed, every)] if restarting else None)
+        """Tell workers, which can prepare it, whether lanes will be restarted, and from which seeds."""
+        if self.worker_lanes is not None:
+            lanes, self._announced = range(len(self.lanes)), restarting
+            self.worker_lanes.announce(lanes, [*map(self._next_seed, lanes)] if restarting else None)
 
     def restart(self, lanes: Sequence[int]) -> None:
         """Begin the next episode of each of `lanes`."""
@@ -204,8 +204,8 @@ class Simulation(LiveSimulators):
             self.simulators.reset(lanes, seeds)
         if self.unseeded:
             self.unseeded.difference_update(lanes)
-        if self._announced and self.renewed is not None:
-            self.renewed.announce(lanes, [*map(self._next_seed, lanes)])
+        if self._announced and self.worker_lanes is not None:
+            self.worker_lanes.announce(lanes, [*map(self._next_seed, lanes)])
 
     def _options(self, lane: int) -> Any:
         """A copy of the options of the reset that begins a lane's current episode; None for none."""
@@ -213,7 +213,7 @@ class Simulation(LiveSimulators):
         return deepcopy(options) if episode == self.episodes[lane] else None
 
     def apply(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        """Call a function with the environment of each lane, and note that for copies."""
+        """Call a function with the environment of each lane, and record the call for copies."""
         self.calls.append(AppliedCall(function, args, self.steps, list(self.episodes)))
         try:
             return cast(protocols.SimulatorsOfLanes, self.simulators).apply(range(len(self.lanes)), function, args)
@@ -234,7 +234,7 @@ class Simulation(LiveSimulators):
             array[...] = observation[path].numpy()
 
     def hand_over(self) -> protocols.Simulators:
-        """Return the simulators, for another simulation; this one is closed."""
+        """Close this simulation, and return its simulators for another one."""
         self.closed = True
         self._finalizer.detach()
         return self.simulators
@@ -261,8 +261,8 @@ class SimulatorHandle:
         held: LiveSimulators = self.simulation
         if held.closed:
             raise ClosedError(f"the simulators of {held.env} were closed: make a new state with funcollect.init")
-        if held.renewed is not None:
-            held.renewed.check_owner()
+        if held.worker_lanes is not None:
+            held.worker_lanes.check_owner()
         if self.version != held.version and not stale:
             interrupted = "the call that used it did not end (an exception, or Ctrl-C)"
             reason = interrupted if held.busy else "a later state has taken its place"
@@ -279,7 +279,7 @@ To continue after an exception, begin new episodes: state = funcollect.recover(e
 
 
 def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
-    """Describe simulators for `rebuild`; ReplayError if they cannot be rebuilt, for an `aim` such as "forked"."""
+    """Return what `rebuild` needs; ReplayError if simulators cannot be rebuilt, so not be "forked", say (the `aim`)."""
     env, why, mend = source.env, "", advice
     actions = source.action_log.since_reset() if env.forking == "replay" else None
     if kept := statistics_of(env):
@@ -305,9 +305,9 @@ def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
 def rebuild(
     env: protocols.HostEnv, record: SimulationRecord, state: CollectorState, *, saved: bool = False, over: Any = None
 ) -> SimulatorHandle:
-    """Bring simulators, new ones or those of `over`, to the recorded state; ReplayError if it differs from `state`.
+    """Bring new simulators, or those of `over`, to the recorded state; ReplayError if it differs from `state`.
 
-    A `saved` record has its snapshot as plain data.
+    A `saved` record holds its snapshot as plain data.
     """
     copy, returns = Simulation(env, record.key, state.lane, over and over.hand_over()), None
     copy.options = copied(record.options)
@@ -333,10 +333,10 @@ def rebuild(
 
 
 def _replay(copy: Simulation, record: SimulationRecord, state: CollectorState) -> npt.NDArray[np.float64]:
-    """Replay every lane's episode from its seed and its actions, all lanes in step; return the rewards' sums [P].
+    """Replay every lane's episode from its seed and its actions, all lanes in step; return the sums [P] of rewards.
 
-    A lane is reset when its episode begins, and not stepped before that, since the actions then belong to other
-    episodes and may be illegal in this one.
+    A lane is reset when its episode begins, and not stepped before, since the earlier actions belong to other episodes
+    and may be illegal in this one.
     """
     returns = np.zeros(len(record.ages))
     actions, ages = cast(Tensor, record.actions), record.ages.tolist()
@@ -360,20 +360,20 @@ def _replay(copy: Simulation, record: SimulationRecord, state: CollectorState) -
 
 
 def _restart(copy: Simulation, lanes: Sequence[int], state: CollectorState) -> None:
-    """Begin the state's current episode in these lanes, once or again."""
+    """Begin, possibly again, the episodes that these lanes are in by the state."""
     for lane in lanes:
         copy.episodes[lane] = int(state.episode[lane]) - 1
     copy.restart(lanes)
 
 
 def _repeat_calls(copy: Simulation, record: SimulationRecord, steps: int | None = None) -> None:
-    """Repeat the calls of functions after so many steps of the current episodes; None for those before each of them."""
+    """Repeat the calls made after `steps` steps in lanes still in that episode; for None, those of earlier episodes."""
     everywhere, during = copy.env.forking != "replay", steps is not None
     for call in record.calls:
-        each = enumerate(zip(call.episodes, record.episodes, strict=True))
-        lanes = [lane for lane, (then, now) in each if everywhere or (then == now) == during]
+        episodes = enumerate(zip(call.episodes, record.episodes, strict=True))
+        lanes = [lane for lane, (then, now) in episodes if everywhere or (then == now) == during]
         if steps in (None, call.steps) and lanes:
-            with contextlib.suppress(UnsentResultError):  # nobody asks for the results
+            with contextlib.suppress(UnsentResultError):  # the results are not needed
                 cast(protocols.SimulatorsOfLanes, copy.simulators).apply(lanes, call.function, call.args)
 
 

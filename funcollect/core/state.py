@@ -28,9 +28,9 @@ from funcollect.tree import NAMESPACE, Path
 
 Array = TypeVar("Array", default=Any)  # Tensor, or jax.Array over a JAX environment
 _STATIC = ("total_lanes", "origin")
-_PARTS = ("env_state", "env_params", "policy_state")  # in the structure that an environment or a policy chose
+_PARTS = ("env_state", "env_params", "policy_state")  # pytrees whose structure an environment or a policy chose
 _ORIGINS = itertools.count(1)
-_LANE_IDS: Any = WeakIdKeyDictionary()  # of tensors on devices
+_LANE_IDS: Any = WeakIdKeyDictionary()  # copies on the CPU of `lane` tensors on devices
 
 
 class ReadOnlyDict(dict[Path, Any]):
@@ -51,9 +51,9 @@ class ReadOnlyDict(dict[Path, Any]):
 class CollectorState(Generic[Array]):
     """The state of a collection: made by `init`, threaded through `rollout`, never changed.
 
-    Its arrays are Torch tensors, or JAX arrays over a JAX environment, of 32 bits where the list below states 64. It is
-    a node in optree's namespace ``"funcollect"`` and in JAX, whose children are all fields but `total_lanes` and
-    `origin`; what JAX does not know, such as a TensorDict, is one leaf to JAX.
+    Its arrays are Torch tensors; over a JAX environment they are JAX arrays, with 32 bits where the list below states
+    64. It is a node in optree's namespace ``"funcollect"`` and in JAX, whose children are all fields but `total_lanes`
+    and `origin`. Objects that JAX does not know, such as a TensorDict, are leaves to JAX.
 
     Attributes:
         env_state: the environment's own state; over simulators a handle that can be used once.
@@ -96,7 +96,7 @@ class CollectorState(Generic[Array]):
     policy_version: int | Array = 0
     env_params: Any = None
 
-    opened: ClassVar[Any] = None  # the loop that made it, which is open for another rollout
+    opened: ClassVar[Any] = None  # the loop that made this state, still open for the next rollout (`OpenFor`)
 
     def __post_init__(self) -> None:
         notice_jax()
@@ -111,7 +111,7 @@ class CollectorState(Generic[Array]):
 
     @property
     def lane_ids(self) -> npt.NDArray[np.int64]:
-        """[P], `lane` in NumPy, read without running a JAX program, and from a device once."""
+        """[P], `lane` in NumPy; this runs no JAX program, and reads a device only once."""
         lanes: Any = self.lane
         if isinstance(lanes, Tensor):
             if lanes.device.type != "cpu":
@@ -140,14 +140,14 @@ class CollectorState(Generic[Array]):
     @property
     def traj_ids(self) -> Tensor | npt.NDArray[np.int64]:
         """[P] int64, the trajectories that the lanes are in; NumPy over JAX, whose traced code lacks them."""
-        own: Any = self.lane, self.episode
-        if not isinstance(own[0], Tensor):
-            own = [np.asarray(each).astype(np.uint32).astype(np.int64) for each in own]
-        ids: Tensor | npt.NDArray[np.int64] = trajectory_ids(own[0], own[1], self.total_lanes)
+        counters: Any = self.lane, self.episode
+        if not isinstance(self.lane, Tensor):
+            counters = [np.asarray(counter).astype(np.uint32).astype(np.int64) for counter in counters]
+        ids: Tensor | npt.NDArray[np.int64] = trajectory_ids(*counters, self.total_lanes)
         return ids
 
     def replace(self, **changes: Any) -> CollectorState[Array]:
-        """Return a state with some fields changed; another `env_state` together with its observation.
+        """Return a state with some fields changed; another `env_state` needs its observation beside it.
 
         Other `env_params` act at once, and are the same for all lanes; see also `set_env_params`.
         """
@@ -161,9 +161,9 @@ class CollectorState(Generic[Array]):
     __replace__ = replace  # of `copy.replace`
 
     def changed(self, **changes: Any) -> CollectorState[Array]:
-        """Do what `replace` does, for an `env_state` to which the observation belongs."""
+        """Do what `replace` does, unchecked: the observation belongs to the `env_state`."""
         if "env_params" in changes and isinstance(self.env_state, JaxEnvState):
-            changes = {"env_state": self.env_state.with_used_starts(), **changes}  # they were made with the old ones
+            changes = {"env_state": self.env_state.with_used_starts(), **changes}  # made with the old params
         changed = object.__new__(type(self))  # rather than dataclasses.replace, which takes three times as long
         vars(changed).update(vars(self), **changes)
         if "observation" in changes:
@@ -171,8 +171,8 @@ class CollectorState(Generic[Array]):
         return changed
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in _FIELDS}
-        return {**own, "origin": None}  # which has no meaning in another process
+        values = {name: getattr(self, name) for name in _FIELDS}
+        return {**values, "origin": None}  # which has no meaning in another process
 
 
 def origin_of(env: Any) -> int:
@@ -220,7 +220,7 @@ def first_state(
 
 
 def policy_start(policy: Policy, key: Key, num_envs: int, first_lane: int, steps: int = 0) -> Any:
-    """Return the policy's state for the lanes from `first_lane` on, after `steps` steps."""
+    """Return the policy's first state in the lanes from `first_lane` on, in a run that has made `steps` steps."""
     policy_state = policy.init(key, num_envs)
     if policy.backend == "jax":
         return without_weak_types(policy_state)
@@ -235,7 +235,7 @@ LEAVES = tuple(name for name in _FIELDS if name not in _STATIC)
 
 
 def flatten_part(part: Any) -> tuple[list[Any], Any]:
-    """Return the leaves and the tree definition of a part of a state, by JAX if it has nodes that only JAX knows."""
+    """Return the leaves and the tree definition of a part of a state: JAX's, if it has nodes that only JAX knows."""
     leaves, treedef = optree.tree_flatten(part, namespace=NAMESPACE)
     if "jax" in sys.modules and not import_jax().tree_util.all_leaves(leaves):
         leaves, treedef = import_jax().tree.flatten(part)

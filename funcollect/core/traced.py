@@ -1,10 +1,10 @@
 """The functional core on JAX arrays, for use inside the user's own `jit`, `vmap`, `grad` and `shard_map`.
 
-Environments are JAX ones, policies JAX ones or `random_policy`; they, `length` and all keywords are fixed when the
-user's function is compiled. `params` is an argument, since a value closed over would be baked into it. Batches are
-nested dicts, time-major ``[T, P, ...]``: rewards and flags without a last dimension of size 1, 64-bit integers as
-int32, and ``collector.episode`` and ``.lane`` (both int32) instead of ``.traj_ids``. `funcollect.deliver` makes a
-TensorDict of one.
+Environments are written in JAX; policies are too, or are `random_policy`. These, `length` and all keywords are fixed
+when the user's function is compiled. `params` is an argument, since a closure would bake its value in. Batches are
+nested dicts, time-major ``[T, P, ...]``: rewards and flags lack a last dimension of size 1, 64-bit integers are int32,
+and ``collector.episode`` and ``.lane`` (both int32) stand instead of ``.traj_ids``. `funcollect.deliver` turns a batch
+into a TensorDict.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def init(
 
     Call it inside `jit`: outside, a reset runs operation by operation, which for brax takes seconds.
 
-    All randomness follows from `key`, uint32[2] or a typed key. `first_lane`, an int or an array [], differs among the
-    parts of a run. `params` are not read yet. `env_params`, which may be traced, are as for `set_env_params`; the
-    environment's own `params` by default.
+    All randomness follows from `key`, uint32[2] or a typed key. `first_lane`, an int or an array [], differs between
+    the parts of a run. `params` are not read here. `env_params` are as for `set_env_params`, and may be traced; by
+    default they are the environment's own `params`.
 
     Raises:
         TypeError: if `env` is no JAX environment, `policy` cannot be traced, or `key` is no key.
@@ -87,13 +87,13 @@ def init(
     env_params = without_weak_types(jax.tree.map(jnp.asarray, given))
     env_params = map_rows(lambda rows: rows._replace(current=rows.coming), env_params)
     players = check_functions(env, of_one_lane(env_params))
-    key, count = _raw(key), env.num_envs or 1
+    key, count = _key_data(key), env.num_envs or 1
     if np.shape(first_lane) or not np.issubdtype(getattr(first_lane, "dtype", type(first_lane)), np.integer):
         raise TypeError(f"first_lane is {shown(first_lane)}, expected an int or an integer array []: give a lane")
     if not isinstance(first_lane, jax.core.Tracer) and first_lane < 0:
         raise ValueError(f"first_lane is {first_lane}, expected at least 0: give a lane's number")
     lane = jnp.arange(count, dtype=jnp.int32) + first_lane
-    zero, no = lane * 0, lane != lane  # constants would not vary over a mesh, as these do
+    zero, no = lane * 0, lane != lane  # these vary over a mesh, as constants would not
     current, observation = begin(env, run_keys(key, lane), lane, zero, env_params)
     state = CollectorState(
         env_state=JaxEnvState(current, (current, observation), ~no if env.starts == "fresh" else no),
@@ -112,14 +112,14 @@ def init(
         steps=jnp.zeros(2, jnp.uint32),
         policy_version=jnp.zeros((), jnp.int32),
     )
-    copied: CollectorState = jax.tree.map(jnp.copy, state)  # shared leaves could not be donated outside `jit`
+    copied: CollectorState = jax.tree.map(jnp.copy, state)  # outside `jit`, leaves that share memory cannot be donated
     return copied
 
 
 def reset(env: JaxEnv, state: CollectorState, mask: Any = None, *, to: Any = None) -> CollectorState:
-    """Begin new episodes in all lanes or those of `mask`, under new trajectory ids. Raises ValueError unless bool [P].
+    """Begin new episodes in all lanes, or in those of `mask`, under new trajectory ids.
 
-    `to` is as for `funcollect.reset`.
+    `to` is as for `funcollect.reset`. Raises ValueError unless the mask is bool [P].
 
     >>> import jax, funcollect as fc
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
@@ -148,7 +148,7 @@ def step(
     random_steps: int = 0,
     reset_when_done: bool = True,
 ) -> tuple[CollectorState, Batch]:
-    """Return the next state and the transition [P, ...] of one step. See `rollout` for the arguments and errors.
+    """Return the next state and the transition [P, ...] of one step. Arguments and errors are those of `rollout`.
 
     >>> import jax, funcollect as fc
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
@@ -157,8 +157,8 @@ def step(
     >>> jax.jit(lambda state: fc.traced.step(env, policy, None, state))(state)[1]["observation"].shape
     (2, 4)
     """
-    more: dict[str, Any] = {"random_steps": random_steps, "reset_when_done": reset_when_done}
-    request = Request(1, params, exploration_type, exploration, max_frames_per_traj, **more)
+    options: dict[str, Any] = {"random_steps": random_steps, "reset_when_done": reset_when_done}
+    request = Request(1, params, exploration_type, exploration, max_frames_per_traj, **options)
     config, bound = _checked_config(env, policy, state, request)
     return _step(config, bound, state, run_keys(state.key, state.lane))
 
@@ -179,7 +179,7 @@ def rollout(
     """Run `length` steps of every lane, and return the next state and the batch [T, P, ...].
 
     Keys, resets and counters are the same as in `funcollect.rollout`; floats may differ in their last bits. `jax.grad`
-    passes through the steps of environments that do not stop gradients themselves, as most of gymnax's do.
+    passes through the steps, unless the environment itself stops gradients, as most of gymnax's do.
 
     `exploration` has no functions, but its values may be traced. In the first `random_steps` steps of the run, lanes
     act randomly. ``reset_when_done=False`` keeps a finished lane finished until `reset`. The other arguments and the
@@ -196,8 +196,8 @@ def rollout(
     >>> mean_reward(policy.params, jax.random.PRNGKey(0))
     Array(1., dtype=float32)
     """
-    more: dict[str, Any] = {"random_steps": random_steps, "reset_when_done": reset_when_done}
-    request = Request(length, params, exploration_type, exploration, max_frames_per_traj, **more)
+    options: dict[str, Any] = {"random_steps": random_steps, "reset_when_done": reset_when_done}
+    request = Request(length, params, exploration_type, exploration, max_frames_per_traj, **options)
     config, bound = _checked_config(env, policy, state, request)
     keys = run_keys(state.key, state.lane)
     after: tuple[CollectorState, Batch] = import_jax().lax.scan(
@@ -219,9 +219,9 @@ def evaluate(
 ) -> TracedEpisodeStats:
     """Return the returns and lengths ``[episodes]`` of whole episodes, in a separate run.
 
-    `funcollect.evaluate` runs the same episodes with the same key, ordered by lane, and takes the same arguments;
-    `key`, `env_params` and the errors are those of `init`. After `max_frames` frames over all lanes the evaluation
-    ends; `ended` is False for episodes that it lacks.
+    `funcollect.evaluate` runs the same episodes for the same key, ordered by lane, and takes the same arguments; `key`,
+    `env_params` and the errors are those of `init`. The evaluation ends after `max_frames` frames over all lanes;
+    `ended` is False for the episodes that it lacks then.
 
     >>> import jax, funcollect as fc
     >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
@@ -239,10 +239,10 @@ def evaluate(
     config, bound = _checked_config(env, policy, first, Request(1, params, exploration_type))
     keys, count = run_keys(first.key, first.lane), first.num_lanes
     quota = episodes // count + (jnp.arange(count) < episodes % count).astype(jnp.int32)
-    place = jnp.cumsum(quota) - quota  # of each lane's first episode
+    first_index = jnp.cumsum(quota) - quota  # of each lane's episodes in the result
     most = min(-(-max_frames // count), 2**31 - 1)
 
-    def go_on(carry: Any) -> Any:
+    def unfinished(carry: Any) -> Any:
         state, _, finished, _ = carry
         return (finished < quota).any() & (state.steps[0] < most) & (state.steps[1] == 0)
 
@@ -250,7 +250,7 @@ def evaluate(
         state, open_, finished, whole = carry
         state, row = _step(config, bound, state, keys)
         open_, (returns, lengths, ended) = after_frame(open_, frame_of(row))
-        at = jnp.where(ended & (finished < quota), place + finished, episodes)  # beyond the last: dropped
+        at = jnp.where(ended & (finished < quota), first_index + finished, episodes)  # beyond the last: dropped
         found = TracedEpisodeStats(returns, lengths, ended)
         whole = jax.tree.map(lambda all_, some: all_.at[at].set(some, mode="drop"), whole, found)
         return state, open_, finished + ended.astype(finished.dtype), whole
@@ -258,7 +258,7 @@ def evaluate(
     returns = jnp.zeros((episodes, *first.returns.shape[1:]), first.returns.dtype)
     whole = TracedEpisodeStats(returns, jnp.zeros(episodes, jnp.int32), jnp.zeros(episodes, bool))
     start = first, no_stats(first, 1).open, quota * 0, whole
-    ended: TracedEpisodeStats = jax.lax.while_loop(go_on, advance, start)[-1]
+    ended: TracedEpisodeStats = jax.lax.while_loop(unfinished, advance, start)[-1]
     return ended
 
 
@@ -281,7 +281,7 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
 
 
 def _step(config: StepConfig, bound: BoundParams, state: CollectorState, keys: Any) -> tuple[CollectorState, Batch]:
-    """Return the next state and the nested row of a step, without the probe for NaN."""
+    """Return the next state, and the row of a step as a nested dict, without the probe for NaN."""
     after, row = fused_step(config, bound, state, keys)
     for name, value in bound[1].items():
         row[*EXPLORATION, name] = import_jax().numpy.broadcast_to(value, state.lane.shape)
@@ -307,7 +307,7 @@ def _checked_config(
     return config, (request.params, traced_values(exploration_values(policy, request.exploration, state, traced=True)))
 
 
-def _raw(key: Any) -> Any:
+def _key_data(key: Any) -> Any:
     jax = import_jax()
     if jax.numpy.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
         key = jax.random.key_data(key)

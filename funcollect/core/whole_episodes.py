@@ -1,4 +1,4 @@
-"""Rollouts until episodes are whole: `evaluate` returns their statistics, `rollout_trajectories` their frames."""
+"""Rollouts of whole episodes: `evaluate` returns their statistics, `rollout_trajectories` their frames."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def evaluate(
 ) -> EpisodeStats:
     """Return the statistics of exactly `episodes` whole episodes, run on new simulators.
 
-    Each lane contributes its first episodes, since the first ones to finish would be short ones; the first lanes one
-    more, if `episodes` is not a multiple of their number. Warns if the first episode, started again from its seed,
-    begins with another observation: the environment then keeps something from episode to episode.
+    Each lane contributes its first episodes, since those that finish first would be the short ones; if `episodes` is
+    not a multiple of the number of lanes, the first lanes contribute one more. Warns if the first episode, started
+    again from its seed, begins with another observation: the environment then keeps something between episodes.
 
-    An instance that is in use by a state is rebuilt from its spec. The same `seed` gives the same statistics; None
-    draws one. `params` are those of `rollout`.
+    An instance that a state uses is rebuilt from its spec. The same `seed` gives the same statistics; None draws one.
+    `params` are those of `rollout`.
 
     Raises:
         EvaluationError: if `max_frames` over all lanes are not enough, and for an environment whose wrappers normalise
@@ -115,13 +115,13 @@ def rollout_trajectories(
 ) -> tuple[CollectorState[Array], TensorDictBase, PendingTrajectories]:
     """Run all lanes until `count` trajectories are whole, and return these.
 
-    They are the ones that began first, by the step of their first frame, then by lane; those that merely end first
-    would be short ones. Trajectories that had begun before the first call are left out. Frames of others are the third
-    result, the next call's `pending`, so that two calls with a count of 2 return the trajectories of one with 4.
+    They are the ones that began first, by the step of their first frame, then by lane: those that end first would be
+    the short ones. Trajectories that had begun before the first call are left out. The third result holds the frames of
+    all others. Pass it as `pending` to the next call: two calls with a count of 2 then return what one with 4 returns.
 
     `traj_format` is ``"cat"`` for one trajectory after another, ``[F]``, or ``"padded"`` for ``[N, Tmax]``, as
-    `split_trajectories` returns them. Rollouts have `length` steps. The other arguments, and errors after which frames
-    since the call are lost, are those of `rollout`. Raises ValueError if neither the environment nor
+    `split_trajectories` returns them. Rollouts have `length` steps. The other arguments and the errors are those of
+    `rollout`; after an error, the frames since the call are lost. Raises ValueError if neither the environment nor
     `max_frames_per_traj` truncates trajectories.
 
     >>> import funcollect as fc
@@ -149,12 +149,12 @@ def rollout_trajectories(
 
 
 def is_limited(env: Env, max_frames_per_traj: int | None) -> bool:
-    """Whether every trajectory ends after some number of steps."""
+    """Whether every trajectory is sure to end."""
     return (max_frames_per_traj is not None and max_frames_per_traj > 0) or ends_episodes(env)
 
 
 def check_limited(limited: bool, env: str) -> None:
-    """Raise ValueError if trajectories of the environment with this name may never end."""
+    """Raise ValueError unless trajectories are `limited`; the message names the environment by `env`, its repr."""
     if not limited:
         mend = "pass max_frames_per_traj or, if it ends them by itself, give its class an attribute truncates = True"
         raise ValueError(f"{env} is not known to truncate episodes, so a whole trajectory may never come: {mend}")

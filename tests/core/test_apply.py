@@ -1,4 +1,4 @@
-"""`apply`: functions of lanes' environments, wherever they live, and what repeats them."""
+"""`apply`: functions called with lanes' environments, wherever these live, and the copies that repeat the calls."""
 
 import itertools
 import os
@@ -35,7 +35,7 @@ def force_of(lane):
 
 
 def push(lane, x):
-    """Move the cart: of the next observation, not of the last one."""
+    """Move the cart: the next observation changes, not the last one."""
     lane.unwrapped.state = (x, *lane.unwrapped.state[1:])
 
 
@@ -73,7 +73,7 @@ def test_a_function_acts_from_the_next_step_on(name):
 
 
 MOMENTS = ["before the episode", "during it", "at its beginning"]
-REPEATED = [("several times", name) for name in ENVS]  # which are all of the others but the third
+REPEATED = [("several times", name) for name in ENVS]  # it covers all the others but the third
 REPEATED += [("at its beginning", "several"), *in_soak(itertools.product(MOMENTS, ENVS))]
 
 
@@ -171,7 +171,7 @@ def test_environments_without_an_object_for_each_lane_are_refused(name):
     env, policy, state = fresh(vector.get(name, name), num_envs=None if name == "vector" else 2)
     with pytest.raises(TypeError, match="has no object for each lane"):
         fc.apply(env, state, force_of)
-    fc.rollout(env, policy, state, 2)  # the state has not been used
+    fc.rollout(env, policy, state, 2)  # the state can still be used
 
 
 def test_what_cannot_be_called_or_sent():
@@ -183,7 +183,7 @@ def test_what_cannot_be_called_or_sent():
     with pytest.raises(TypeError, match="the result of function cannot be sent"):
         fc.apply(env, state, set_force_and_return_a_generator, 60.0)
     fork = fc.fork(env, state)
-    for each in (state, fork):  # which can still be used
+    for each in (state, fork):  # both can still be used
         after, forces = fc.apply(env, each, force_of)
         assert forces == [60.0] * 4
         fc.close(after)

@@ -1,4 +1,4 @@
-"""`set_env_params`: parameters of JAX environments that change, by lane, at once or from the next episode on."""
+"""`set_env_params`: changed parameters of JAX environments, by lane, at once or from the next episode on."""
 
 import functools
 import itertools
@@ -22,7 +22,7 @@ LENGTH = 4
 
 
 def reset(key, params):
-    """An episode of four steps, which sees its parameters."""
+    """Has episodes of four steps, and observes its parameters."""
     return jnp.zeros((), jnp.int32), seen(jnp.zeros((), jnp.int32), params)
 
 
@@ -47,7 +47,7 @@ def make(num_envs=3):
 
 @functools.cache
 def pair(kind):
-    """An environment and a policy, the same ones for all tests, so that JAX compiles each program once."""
+    """An environment and a policy, shared by all tests, so that JAX compiles each program once."""
     env = make()
     return env, {"random": fc.random_policy, "jax": jax_mlp, "torch": torch_mlp}[kind](env)
 
@@ -68,7 +68,7 @@ def test_at_once_it_acts_in_the_current_episode_and_in_the_next_start(kind):
     state = fc.set_env_params(env, state, PARAMS | {"gain": 3.0}, at_once=True)
     state, batch = fc.rollout(env, policy, state, 6)
     roots, after = gains(batch)
-    assert roots[:, 0].eq(1).all()  # the observation that was there
+    assert roots[:, 0].eq(1).all()  # the observation from before the change
     assert roots[:, 1:].eq(3).all()
     assert after.eq(3).all()
     assert batch["next", "reward"].eq(3).all()
@@ -180,7 +180,7 @@ def test_workers_get_those_of_their_lanes(transport):
 @pytest.mark.parametrize("loaded", ["run", *in_soak(["state_dict"])])
 @LOSES_WORKERS
 def test_a_replaced_worker_gets_them_again(loaded, tmp_path):
-    """Those that were set, and those of a run that was loaded since."""
+    """The parameters that were set, and those of a run that was loaded later."""
     keywords = {"create_env_fn": [make] * 2, "policy": None, "frames_per_batch": 30, "on_failure": "restart"}
     with multi(transport="serial", **keywords) as before:
         before.set_env_params(PARAMS | {"gain": jnp.arange(6.0)}, at_once=True)
@@ -243,7 +243,7 @@ def test_the_time_limit_is_a_parameter_too_and_a_float_for_an_integer_is_not_cut
     ("name", "key"), [("brax/inverted_pendulum", "link.inertia.mass"), ("playground/CartpoleBalance", "body_mass")]
 )
 def test_masses_drawn_for_each_lane_as_a_suite_has_them(name, key):
-    """Domain randomisation as brax and MuJoCo Playground have it: masses with a first dimension."""
+    """Domain randomisation as in brax and MuJoCo Playground: masses with a first dimension of lanes."""
     env, policy, state = fresh(name, num_envs=3, param_keys=[key])
     masses = functools.reduce(getattr, key.split("."), env.default_params)
     factors = jax.random.uniform(jax.random.key(0), (3,), minval=0.5, maxval=2.0)

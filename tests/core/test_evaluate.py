@@ -6,7 +6,7 @@ import funcollect as fc
 from tests.support.compare import fresh
 from tests.support.envs.counting import Counting, always, make_counting
 
-# An environment that counts its resets begins otherwise when it is reset again.
+# An environment that counts its resets begins differently when it is reset again.
 pytestmark = pytest.mark.filterwarnings("ignore:.* begun again from its seed:UserWarning")
 COIN = fc.torch_policy(lambda x: torch.tensor([0.0, 0.4, -99.0]).expand(len(x), 3), head=fc.heads.categorical)
 LANES = [{"lengths": (1,)}, {"lengths": (2,)}, {"lengths": (3,), "truncated": (0,)}]
@@ -55,7 +55,7 @@ def test_params_act_in_place_of_the_policys_own():
 
 
 def test_a_run_goes_on_undisturbed_during_an_evaluation():
-    """An instance backs the run; the evaluation is on one rebuilt from its spec."""
+    """The run uses the instance; the evaluation uses another one, rebuilt from its spec."""
     env, policy, state = fresh(gymnasium.make("CartPole-v1"), steps=20)
     fc.evaluate(env, policy, episodes=2, seed=1)
     observation = fc.rollout(env, policy, state, 20)[1]["observation"]
@@ -79,5 +79,5 @@ def test_simulators_are_closed_whether_or_not_it_succeeds(count):
     evaluate(5)
     with pytest.raises(fc.EvaluationError, match=r"0 of 2 episodes ended within max_frames=200.*time limit") as caught:
         evaluate(10**9, max_frames=200)
-    assert caught.tb is not None  # which keeps the frames of the call, and what stands in them, alive
+    assert caught.tb is not None  # it keeps the frames of the call alive, and all their variables
     assert closed == [(5,)] * count + [(10**9,)] * count

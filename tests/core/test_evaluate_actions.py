@@ -1,4 +1,4 @@
-"""`evaluate_actions`: recorded log-probabilities again, entropies, gradients, and recurrent states with resets."""
+"""`evaluate_actions`: reproduced log-probabilities, entropies, gradients, and recurrent states with resets."""
 
 from functools import partial
 
@@ -28,7 +28,7 @@ HEADS = {
 
 
 def in_torch(name):
-    """A network whose scales are 0.1 and more."""
+    """A network whose scales are at least 0.1."""
     net = cases.mlp(3 if "Pendulum" in HEADS[name][1] else 4, 2)
     if "normal" in name:
         return fc.torch_policy(lambda x: (net(x)[..., :1] * 2, 0.1 + net(x)[..., 1:].exp()), head=HEADS[name][0])
@@ -73,7 +73,7 @@ def test_recorded_log_probs_come_back(name, prefix):
     for policy in (in_torch(name), in_jax(name)):
         _, batch = collected(policy, env, scaled(20))
         assert_recorded(again(policy, batch), batch)
-        if policy.backend == "torch" and not prefix:  # eager: the same operations on as many rows
+        if policy.backend == "torch" and not prefix:  # eager: the same operations on the same number of rows
             for t in range(batch.shape[1]):
                 assert torch.equal(again(policy, batch[:, t]), batch["action_log_prob"][:, t])
 
@@ -105,7 +105,7 @@ def test_log_probs_of_networks_of_another_precision_come_back(name, dtype):
     now.mean().backward()
     assert all(each.grad.isfinite().all() for each in net.parameters())
     if dtype == "float64":
-        return  # which JAX lacks
+        return  # JAX lacks it
 
     def apply(params, x):
         y = jnp.tanh(x.astype(dtype) @ params)
@@ -285,7 +285,7 @@ def test_a_recurrent_actor_of_torchrl_runs_again_with_resets():
         assert_recorded(again(policy, each), each)
     buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(90, ndim=2), sampler=fc.SliceSampler(slice_len=5))
     buffer.extend(batch)
-    slices = buffer.sample(40)  # whose first rows are marked by is_init, where the module would forget
+    slices = buffer.sample(40)  # is_init marks their first rows, where the module would reset its state
     assert (slices["is_init"][:, 0] & (slices["collector", "step"] > 0)).any()
     assert_recorded(again(policy, slices), slices)
     with pytest.raises(TypeError, match=r"ProbabilisticActor without a head, .* pass funcollect.tensordict_policy"):
@@ -299,7 +299,7 @@ def test_a_normalised_policy_scores_with_its_statistics():
     with fc.SyncDataCollector(env, policy, frames_per_batch=60, update_statistics=True, seed=0) as collector:
         for _ in range(3):
             batch = next(collector)
-            now = again(policy, batch)  # with the statistics that acted
+            now = again(policy, batch)  # with the statistics of the rollout
             assert_recorded(now, batch)
             now.mean().backward()
         next(collector)

@@ -1,4 +1,4 @@
-"""States as values: forked, saved, used again, stepped one by one; simulators brought there by seeds and actions."""
+"""States as values: forked, saved, used again, stepped one by one; simulators replayed from seeds and actions."""
 
 import random
 from functools import partial
@@ -29,7 +29,7 @@ def test_a_copy_goes_the_way_of_the_original(name, kind, num_envs, copied):
     state, first = rollouts(env, policy, state, [9, 31])
     fork, second = rollouts(env, policy, fork, [40])
     assert_same(first, second)
-    fork = fc.reset(env, fork)  # its own way from here
+    fork = fc.reset(env, fork)  # independent from here on
     (_, third), (_, fourth) = (rollouts(env, policy, each, [40]) for each in (state, fork))
     assert not torch.equal(third["observation"], fourth["observation"])
 
@@ -103,7 +103,7 @@ def test_an_old_state_over_values_gives_the_same_answer_again(name, kind, num_en
 
 
 def values(state):
-    """Copies of everything that a state holds, but for the hold on its simulators."""
+    """Copies of everything that a state holds, except its handle on simulators."""
     held = {name: value for name, value in vars(state).items() if name != "env_state" or not hasattr(value, "version")}
     return [np.asarray(leaf).copy() for leaf in jax.tree.leaves(held)]
 
@@ -172,7 +172,7 @@ class Masked(gymnasium.Env):
 
 
 class Secret(Rigged):
-    """Draws from Python's global generator, at the reset or at each step, where no seed reaches."""
+    """Draws from Python's global generator, which no seed sets, at the reset or at each step."""
 
     def __init__(self, drawn_at, made):
         super().__init__()
@@ -193,6 +193,6 @@ def test_an_environment_that_cannot_be_replayed_is_named_and_the_state_stays_goo
     says = r"(?s)lane 1: replaying .* gave another observation.*expected the same.*self\.np_random.*can still be used"
     with pytest.raises(fc.ReplayError, match=says) as caught:
         fc.fork(env, state)
-    assert caught.tb is not None  # which keeps the copy alive, so that nothing but fork can have closed it
+    assert caught.tb is not None  # it keeps the copy alive, so only fork can have closed it
     assert [secret.closed for secret in made] == [0, 0, 1, 1]
     fc.rollout(env, policy, state, 3)

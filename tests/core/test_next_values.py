@@ -18,7 +18,7 @@ KEY, HIDDEN = "state_value", 8
 
 
 class Critic(nn.Module):
-    """Notes the rows that it is called with, if it has a list for them."""
+    """Records the rows that it is called with, if it has a list for them."""
 
     def __init__(self, seen=None):
         super().__init__()

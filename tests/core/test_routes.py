@@ -1,4 +1,4 @@
-"""The way that a Torch policy runs: lowered to JAX, or called at each step; and how `explain` reports it."""
+"""How a Torch policy runs, lowered to JAX or called at each step, and how `explain` reports it."""
 
 import re
 from dataclasses import FrozenInstanceError, fields, replace
@@ -39,7 +39,7 @@ def way(env, policy):
 
 
 class Scaled(nn.Module):
-    """A buffer, a plain attribute, dropout."""
+    """Has a buffer, a plain attribute and dropout."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ def scaled_policy(compiler=None):
 def test_a_deterministic_tensordict_module_is_lowered(cartpole):
     net = mlp(4, 2)
     policy = fc.tensordict_policy(TensorDictModule(lambda x: net(x).argmax(-1), ["observation"], ["action"]))
-    assert way(cartpole, policy) == "eager"  # the function holds the network
+    assert way(cartpole, policy) == "eager"  # the function is a closure over the network
     module = nn.Sequential(net, ArgMax())
     policy = fc.tensordict_policy(TensorDictModule(module, ["observation"], ["action", "value"]))
     assert way(cartpole, policy) == "xla"
@@ -250,7 +250,7 @@ def test_dicts_of_observations_and_extras():
     class Reading(nn.Module):
         def forward(self, observation):
             count = observation["count"]
-            hot = nn.functional.one_hot(count, 99)  # of int64 alone
+            hot = nn.functional.one_hot(count, 99)  # which takes only int64
             return {"action": count % 3, "twice": count * 2, "hot": hot}
 
     env = counting(num_envs=2)

@@ -1,4 +1,4 @@
-"""States in files: continued in another process, and refused where they cannot be."""
+"""States in files: continued in another process, and refused if that is impossible."""
 
 import contextlib
 import os
@@ -62,7 +62,7 @@ def test_new_episodes_begin_under_new_ids(name, tmp_path):
     for path, episodes in (("whole", "restart"), ("counts", "continue")):
         loaded = fc.load(tmp_path / path, env, policy, episodes=episodes)
         assert_same(fc.rollout(env, policy, loaded, 13)[1], wanted)
-    fc.rollout(env, policy, state, 13)  # saving left it usable
+    fc.rollout(env, policy, state, 13)  # it can still be used after saving
     if name == "CartPole-v1":
         with pytest.raises(fc.StaleStateError):
             fc.save(tmp_path / "whole", state)
@@ -134,7 +134,7 @@ def test_damaged_and_foreign_files_are_refused(tmp_path, monkeypatch):
     fc.save(path, state)
     whole = path.read_bytes()
     middle = len(whole) // 3
-    entry = whole.index(b"PK\1\2")  # in the zip file's directory, where these bytes name flags and a compression
+    entry = whole.index(b"PK\1\2")  # in the zip file's directory; flags and the compression follow
     flags, compression = (whole[:byte] + b"\x41" + whole[byte + 1 :] for byte in (entry + 8, entry + 10))
     overwritten = whole[:middle] + b"\0\1\2\3" + whole[middle + 4 :]
     for damaged in (whole[:-9], whole[: len(whole) // 2], b"", overwritten, flags, compression):
@@ -159,7 +159,7 @@ def test_damaged_and_foreign_files_are_refused(tmp_path, monkeypatch):
 
 
 class _Trap:
-    """Would run code, if something unpickled it."""
+    """Runs code if it is unpickled."""
 
     def __reduce__(self):
         return pytest.fail, ("a file was unpickled",)

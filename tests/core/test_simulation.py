@@ -16,7 +16,7 @@ LIVE = []
 
 
 class Simulator(gymnasium.Env):
-    """Knows whether it was closed, and raises at the step that it is told to."""
+    """Counts how often it was closed, and raises at step `fail_at`."""
 
     observation_space = spaces.Box(-99, 99, (1,))
     action_space = spaces.Discrete(2)
@@ -54,7 +54,7 @@ def test_recover_accepts_a_stale_state():
     seen = []
     for made in (3, 5, 7):
         state = fc.recover(env, old)
-        assert state.steps == made  # noise that was used is not drawn again
+        assert state.steps == made  # so that the noise of these steps is not used again
         with pytest.raises(fc.StaleStateError):
             fc.rollout(env, policy, newer, 1)
         newer, batch = fc.rollout(env, policy, state, 2)
@@ -128,7 +128,7 @@ def test_an_instance_backs_one_state_and_is_rebuilt_for_others():
 
 
 def test_the_action_log_is_bounded_by_its_bytes():
-    """An episode that never ends costs no more, others can be replayed after it, and those of ordinary length fit."""
+    """The log of an endless episode is bounded; later episodes can be replayed, and ordinary ones fit."""
     log, actions = ActionLog(2, 80), torch.arange(24).reshape(12, 2)
     for first in range(0, 12, 3):
         log.extend(actions[first : first + 3], torch.tensor([first + 3, 1]))

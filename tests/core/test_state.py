@@ -1,4 +1,4 @@
-"""The state is a value, the same tree to optree and to JAX; lanes of it are reset, also to given states."""
+"""The state is a value, and the same tree to optree and to JAX; its lanes are reset, also to given states."""
 
 import copy
 import functools
@@ -98,7 +98,7 @@ def test_trajectory_ids_are_those_of_the_next_batch(name, lanes):
     if env.backend == "jax":
         with pytest.raises(TypeError, match="traced array"):
             jax.jit(lambda state: state.traj_ids)(state)
-        own = state.traj_ids[1]  # a state that is no argument is an array
+        own = state.traj_ids[1]  # a closed-over state holds arrays, not tracers
         assert jax.jit(lambda number: number + (state.traj_ids[1] - own))(1) == 1
     fc.close(state)
 
@@ -106,7 +106,7 @@ def test_trajectory_ids_are_those_of_the_next_batch(name, lanes):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Counted:
-    """A node that only JAX knows, as those of flax are."""
+    """A node that only JAX knows, like those of flax."""
 
     count: Any
 
@@ -210,13 +210,13 @@ JAX, TORCH = "gymnax/CartPole-v1", "torch/CartPole-v1"
 
 @functools.cache
 def two_states(name, num_envs=3):
-    """An environment and a policy, a state, and one of the same run some steps later."""
+    """An environment and a policy, a state, and the state of the same run some steps later."""
     env, policy, state = fresh(name, num_envs=num_envs)
     return env, policy, state, fc.rollout(env, policy, state, 5)[0]
 
 
 def given(state, *, pair):
-    """What a reset `to` a state's takes."""
+    """The argument `to` with which a reset continues from a state."""
     env_state = getattr(state.env_state, "current", state.env_state)
     return (env_state, state.observation) if pair else env_state
 
@@ -233,7 +233,7 @@ def test_masked_lanes_continue_from_given_states_under_new_ids(name, pair):
         wanted = np.where(MASK[:, None], np.asarray(early.observation[path]), np.asarray(late.observation[path]))
         assert np.array_equal(np.asarray(row), wanted)
     one, two = (fc.rollout(env, policy, state, 4)[1] for state in (there, plain))
-    assert torch.equal(one["observation"][1], two["observation"][1])  # the other lane goes on
+    assert torch.equal(one["observation"][1], two["observation"][1])  # the other lane continues
     assert not torch.equal(one["observation"][0], two["observation"][0])
 
 
@@ -270,7 +270,7 @@ def test_other_states_are_refused(name):
 
 
 class BeginsAt(gymnasium.Env):
-    """It begins at the place in the options, else at a random one."""
+    """Begins at the place in the options, or at a random one."""
 
     observation_space, action_space = spaces.Box(-99.0, 99.0, (1,)), spaces.Discrete(2)
 

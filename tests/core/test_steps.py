@@ -1,4 +1,4 @@
-"""Short rollouts, one after the other: what they keep open changes no data, and costs no more than it has to."""
+"""Short rollouts in a row: the loop that they keep open changes no data, and saves the cost of opening it again."""
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +42,7 @@ IN_TORCH = fc.torch_policy(NET, head=fc.heads.categorical)
     ("gymnax/CartPole-v1", linear("torch"), 3, 300), ("gymnax/CartPole-v1", linear("jax"), 3, 140),
 ])  # fmt: skip
 def test_a_step_enters_few_functions(name, policy, num_envs, most):
-    """Those of the environment and of the network, some 45 for each lane's step, are among them."""
+    """The counts include the functions of the environment and the network, some 45 for each lane's step."""
     env, _, state = fresh(name, policy, num_envs=num_envs)
     state, _ = steps(env, policy, state, 3)
     names = entered(fc.step, env, policy, state)
@@ -72,7 +72,7 @@ CALLS = {
 
 @pytest.mark.parametrize("number", range(4))
 def test_an_open_state_gives_what_a_copy_of_it_gives(number):
-    """Any calls in any order, over two pairs. The copy, which was pickled, has nothing open."""
+    """Any calls in any order, over two pairs. A pickled copy has no open loop."""
     env, generator = fc.envs.CartPole(num_envs=3), torch.Generator().manual_seed(number)
     policies = epsilon_greedy(), epsilon_greedy()
     states = [fc.init(env, policy, seed=number) for policy in policies]
@@ -117,7 +117,7 @@ def test_to_write_into_a_batch_changes_no_other(name):
 
 
 class Planner(fc.PolicyBase):
-    """Chooses the action by steps of its own from the state of a model."""
+    """Chooses the action by making steps of its own from the state of a model."""
 
     backend, params = "torch", None
 

@@ -1,14 +1,14 @@
 """The fused loop on a GPU or TPU: programs of a fixed number of steps, none of which waits for the host.
 
-There, a loop to a traced length copies its condition to the host and waits at every step, and so does every branch. So
-one program makes K steps; those beyond the rollout's length change nothing. A call costs the host as much as some steps
-of many lanes, so K is the length itself, up to 256. A longer rollout is cut into equal blocks, by ``ceil(T / K)`` calls
-on memory that they use again. Lengths within an eighth share a program.
+There, a loop to a traced length copies its condition to the host and waits at every step, and every branch waits, too.
+So one program makes K steps; those beyond the rollout's length change nothing. A call costs the host as much as some
+steps of many lanes, so K is the length itself, up to 256. A longer rollout is cut into equal blocks, by ``ceil(T / K)``
+calls that reuse the same memory. Lengths within an eighth share a program.
 
-A kernel takes a microsecond, however little it does. So a step writes its row by two of them, into memory that all
+A kernel takes a microsecond, however little it does. So a step writes its row by two kernels, into memory that all
 leaves of a batch share (`PackedRows`), and the counter of steps is not carried. Instead of a branch that makes starts
 where they are needed, each block begins with spare starts for every lane. A lane that needs more sets a flag, which is
-read after the last block: the rollout then runs again in the program with branches. Cheap starts are made at each step.
+read after the last block; the rollout then runs again in the program with branches. Cheap starts are made at each step.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from funcollect.tree import Path
 
 MOST_STEPS = 256  # of a block
 _UNROLL = 4  # an iteration costs the device some microseconds, beside its steps
-_FIRST_PAUSE, _LONGEST_PAUSE = 16, 256  # rollouts
+_FIRST_PAUSE, _LONGEST_PAUSE = 16, 256  # rollouts without blocks after one whose lanes lacked starts
 
-Moved = tuple[Any, dict[Any, Any]]  # the environment's state and the observation: what a block is given to use again
+Moved = tuple[Any, dict[Any, Any]]  # the environment's state and the observation: donated to each block
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class BlockOptions:
     """How blocks are built. `benchmarks gpu` compares the values."""
 
     steps: int | None = None  # in a block, K; None decides by the rollout's length
-    # In each iteration of a block's loop; None for 4 where starts are made at each step, as steps are short there, and
-    # K is 8, 12, 16, …; else 1.
+    # steps in each iteration of a block's loop; None for 4 if starts are made at each step, since steps are short
+    # then, and K is 8, 12, 16, …; else 1
     unroll: int | None = None
     made_each_step: bool | None = None  # whether starts are; None decides by the operations of a reset
     compiler_options: Mapping[str, Any] = field(default_factory=dict)  # XLA's, by name
@@ -89,10 +89,10 @@ class BlockLoop:
         self._layout = PackedRows(recorded_row(config, bound, state))
         self._which = (which, options.key)
         self._counters: dict[int, tuple[Any, Any, Any]] = {}  # by length
-        self._pause = self._paused = 0  # rollouts that had better run in the program with branches
+        self._pause = self._paused = 0  # rollouts to run in the program with branches: the last pause, and what is left
 
     def block(self, steps: int) -> Any:
-        """The program of K steps of a longer rollout; the first two of its arguments are donated."""
+        """The program of K steps of a longer rollout; its first two arguments are donated."""
         return self._program("block", _block, steps, donate_argnums=(0, 1))
 
     def arguments(self, bound: BoundParams, state: CollectorState, length: int) -> tuple[Any, ...]:
@@ -103,14 +103,14 @@ class BlockLoop:
         return moved, rows, rest, bound, left, short
 
     def one_block(self, steps: int, *, owned: bool) -> Any:
-        """The program of a rollout of one block, which takes what a `block` takes but for memory for its rows."""
+        """The program of a rollout of one block; it takes the arguments of a `block`, without memory for rows."""
         donated = (0,) if owned and not self.has_spares else ()
         return self._program(("one block", donated), _one_block, steps, donate_argnums=donated)
 
     def __call__(
         self, bound: BoundParams, state: CollectorState, length: int, *, owned: bool = False
     ) -> tuple[CollectorState, dict[Path, Tensor]] | None:
-        """Return the next state and the columns, or None if lanes lack starts; an `owned` state is used again."""
+        """Return the next state and the columns, or None if lanes lack starts; an `owned` state's memory is reused."""
         if self._paused:
             self._paused -= 1
             return None
@@ -147,7 +147,7 @@ class BlockLoop:
         return compiled(self._config.policy, (which, self._which), function, place=self._place, **options)
 
     def _begin(self, steps: int, blocks: int, *, keep: bool) -> Any:
-        """The program that copies what blocks use up if that is to `keep`, and makes memory for rows and columns."""
+        """The program that makes memory for rows and columns, and copies what blocks use up if they must `keep` it."""
         begin = partial(_begin, self._layout, steps, steps * bucket(blocks))
         if keep:
             which = ("begin", steps, bucket(blocks))
@@ -156,14 +156,14 @@ class BlockLoop:
         return lambda moved, rest: (moved, make(rest))
 
     def _begun(self, length: int) -> tuple[Any, Any, Any]:
-        """The steps that are left before the first block, whether lanes lack starts, and the first row."""
+        """The counters before the first block: steps left, whether lanes lack starts, and the first row to write."""
         if length not in self._counters:
             numbers = np.int32(length), np.bool_(False), np.int32(0)
             self._counters[length] = import_jax().device_put(numbers, self._place)
         return self._counters[length]
 
     def _lacked(self, short: bool) -> bool:
-        """Note whether lanes lacked starts. Each time in a row, more rollouts pass until blocks are tried again."""
+        """Record whether lanes lacked starts. Each time in a row, more rollouts pass until blocks are tried again."""
         self._pause = min(max(4 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE) if short else 0
         self._paused = self._pause
         return short
@@ -187,14 +187,14 @@ class _Plan(NamedTuple):
 def _block(
     plan: _Plan, moved: Moved, rows: Packed, rest: Traced, bound: BoundParams, left: Any, short: Any
 ) -> tuple[Moved, Packed, Traced, Any, Any]:
-    """Trace K steps; the first `left` of them change the state."""
+    """Trace K steps; only the first `left` of them change the state."""
     config, layout, steps, unroll, made_each_step = plan
     jax = import_jax()
     before: JaxEnvState = moved[0]
     state = rest.replace(env_state=before.current, observation=moved[1])
     bound, keys = opened(bound), run_keys(state.key, state.lane)
     env, since, begun_at = config.env, state.episode, state.steps
-    count = 0 if made_each_step else SPARES if env.starts == "fresh" else 1  # if episodes of a lane start alike
+    count = 0 if made_each_step else SPARES if env.starts == "fresh" else 1  # 1 if all episodes of a lane start alike
     spares = tuple(begin(env, keys, state.lane, since + 1 + i, state.env_params) for i in range(count))
 
     def body(t: Any, carry: tuple[Traced, Packed]) -> tuple[Traced, Packed]:

@@ -1,4 +1,4 @@
-"""The loop over simulators that hold all lanes as tensors on one device, and begin an episode where one ends."""
+"""The loop over simulators that hold all lanes as tensors on one device, and restart lanes by themselves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_KEYS = (None, None), (None, None)
 
 
 class _DeviceSimulation(LiveSimulators):
-    """Simulators on a device, which are seeded once."""
+    """Simulators on a device, seeded once."""
 
     env: DeviceEnv
     simulators: DeviceSimulators
@@ -35,24 +35,24 @@ class _DeviceSimulation(LiveSimulators):
     def __init__(self, env: DeviceEnv, key: Key, first_lane: int) -> None:
         super().__init__(env, env.open())
         self._first_lane = first_lane
-        self.has_finished = False  # whether lanes may have been kept finished
+        self.has_finished = False  # whether states may show lanes as finished that the simulators have restarted
         self.rekey(key, [], 0)
 
     def rekey(self, key: Key, episodes: list[int], steps: int) -> None:
-        """Take the seed from `key`, after so many steps."""
+        """Take the next seed from `key`, as if lanes had made `steps`."""
         self.steps = steps
-        self.episode: Tensor | None = None  # [P], the latest one of each lane, whichever state is given
+        self.episode: Tensor | None = None  # [P], the latest episode of each lane, of all states
         self._seed: int | None = int(fold(key, Purpose.RESET, self._first_lane, steps)[0]) % _SEEDS
 
     def reset(self) -> dict[Path, Tensor]:
-        """Begin an episode in each lane; return copies of the observations, checked."""
+        """Begin an episode in each lane; return copies of the observations by path, each [P, ...], checked."""
         root = by_path(self.env, self.simulators.reset(self._seed))
         self._seed, self.has_finished = None, False
         check_tensors(self.env, root, self.env.num_envs or 1)
         return {path: value.clone() for path, value in root.items()}
 
     def reset_some(self, lanes: Tensor, observation: Mapping[Path, Tensor]) -> dict[Path, Tensor]:
-        """Begin an episode in the lanes of a mask [P]; return the observations, those given in the other lanes."""
+        """Begin an episode in the `lanes` of a mask [P]; return the observations, the given ones in other lanes."""
         root = by_path(self.env, self.simulators.restart(lanes))
         check_tensors(self.env, root, self.env.num_envs or 1)
         return {path: select(lanes, value, observation[path]) for path, value in root.items()}
@@ -95,7 +95,7 @@ def fork(env: DeviceEnv, state: CollectorState) -> CollectorState:
 
 
 def check_uncut(env: DeviceEnv, limit: int | None) -> None:
-    """Raise ValueError for a limit on trajectories that the simulators would not notice."""
+    """Raise ValueError for a limit on trajectories if the simulators cannot reset single lanes."""
     if limit is not None and limit > 0 and not env.resets_lanes:
         raise ValueError(
             f"max_frames_per_traj is {limit}, but {env} resets its lanes itself: set a limit in the simulators"
@@ -111,7 +111,7 @@ def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request)
 
 
 class _DeviceStepper(TensorStepper):
-    """Steps simulators over tensors; lanes that stay finished repeat their last observation in the batch."""
+    """Steps simulators over tensors. In the batch, lanes that stay finished repeat their last observation."""
 
     @override
     def begin(self) -> None:
@@ -134,7 +134,7 @@ class _DeviceStepper(TensorStepper):
 
     @override
     def _restart(self, t: int, done: Tensor) -> Tensor:
-        self.ended = True  # as far as is known
+        self.ended = True  # it is not known
         if self._limit is not None:
             cut = done & ~(self._moved.terminated | self._moved.truncated)
             root = timed("environment", self._simulation.reset_some)(cut, self.root)

@@ -32,33 +32,33 @@ from funcollect.tree import Path
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_STEPS, _BYTES, _WORDS = 64, 1 << 17, 1 << 14  # at most, of short rollouts that share memory, or noise
-_SMALL = 1 << 22  # bytes of a rollout that may stay open
+_STEPS, _BYTES, _WORDS = 64, 1 << 17, 1 << 14  # at most, over the short rollouts that share memory, or noise
+_SMALL = 1 << 22  # bytes of a rollout up to which it stays open
 _NOTHING = nullcontext()
 
 
 class Stepper:
-    """All lanes of one rollout over one kind of environment, and the columns that their steps are recorded in."""
+    """Base class: steps all lanes of one kind of environment in a rollout, and records the steps in columns."""
 
     state: Any  # the `CollectorState` before the rollout, as an actor reads it
-    observation: Any  # that the policy reads: the same memory throughout, in the structure of the space
-    book: Book  # in which the steps are recorded
-    page: Page  # of this rollout
+    observation: Any  # what the policy reads, in the structure of the space: the same memory at every step
+    book: Book  # the memory that the steps are recorded in
+    page: Page  # the part of it that is of this rollout
     infos: dict[Path, Tensor]  # further columns [T, P, ...] by the batch's keys
     roots: Sequence[tuple[Any, Any]] = ()  # pairs of a column and the rows that the policy reads
-    waits = False  # whether to read a tensor is to wait for a device, so that none is read before the last step
+    waits = False  # whether reading a tensor waits for a device: then none is read before the last step
     in_numpy = False  # whether steps are recorded in arrays of NumPy
-    ended = True  # whether a step has ended an episode, as far as that is known
+    ended = True  # whether a step has ended an episode; True also if that is not known
     fresh = True  # whether lanes at the first step of an episode begin it now
-    small = False  # whether to keep the memory of a rollout costs nothing
+    small = False  # whether the rollout is small enough to keep its memory for the next one
 
     def __init__(self, env: Any, policy: Policy, state: CollectorState, request: Request) -> None:
         self.env, self.policy, self.state, self.request = env, policy, state, request
         self.key, self.lane, self.total = (None,) * 3 if state is None else (state.key, state.lane, state.total_lanes)
         self._pages: Iterator[Page] = iter(())
 
-    def _turn(self, roots: Columns, nexts: Columns) -> Sequence[Any]:
-        """Go to the next page; return its columns: for root observations like `roots` [P, ...], next ones, rewards."""
+    def _turn_page(self, roots: Columns, nexts: Columns) -> Sequence[Any]:
+        """Go to the next page; return its columns: of root and next observations, like these [P, ...], and rewards."""
         if (page := next(self._pages, None)) is None:
             self.book = self._new_book(roots, nexts)
             self._pages = self.book.pages
@@ -72,13 +72,13 @@ class Stepper:
         rows[REWARD] = like.new_empty(len(like), dtype=torch.float32)
         bytes_of_page = request.length * sum(row.nbytes for row in rows.values())
         count = min(_STEPS // request.length, _BYTES // bytes_of_page) if like.is_cpu and not request.columns else 1
-        self.small = bytes_of_page <= _SMALL and not request.columns  # which is memory that others wait for
+        self.small = bytes_of_page <= _SMALL and not request.columns  # these belong to the caller
         columns = {path: request.column(path, row, max(count, 1)) for path, row in rows.items()}
         ends = like.new_zeros(2, request.length, len(like), dtype=torch.bool).unbind()
         return Book(columns, ends, single=self.env.num_envs is None, request=request, in_numpy=self.in_numpy)
 
     def again(self, state: CollectorState, request: Request) -> bool:
-        """Prepare another rollout of a request like the last; False if that takes another stepper."""
+        """Prepare for another rollout of a request like the last one; False if that takes another stepper."""
         return False
 
     def bind(self, inputs: ActorInputs) -> Any:
@@ -86,15 +86,15 @@ class Stepper:
         return self.policy.actor(inputs)
 
     def begin(self) -> None:
-        """Use the state, which may be possible once: bad arguments have raised."""
+        """Begin to use the state, which may be possible only once; by now, bad arguments have raised."""
 
     def record(self, t: int) -> None:
-        """Record the observations that the policy reads at step `t`, before it may write into them."""
+        """Record the observations that the policy reads at step `t`, before it can write into them."""
         for column, row in self.roots:
             column[t] = row
 
     def make_steps(self, act: Callable[[Any], Any], restart: Callable[[Any], None]) -> None:
-        """Make the steps of a rollout; whoever waits for this process sees a sign of life at each."""
+        """Make the steps of a rollout, and give a sign of life at each to a parent that waits for this process."""
         record, step, signs = self.record, self.step, SIGNS.count
         for t in range(self.request.length):
             signs[0] += 1
@@ -130,29 +130,29 @@ class Stepper:
 
 
 class Opened(OpenFor):
-    """What does not depend on the state."""
+    """A stepper and an actor bound to it, open for rollouts of one request; they do not depend on the state."""
 
     def __init__(self, stepper: Stepper, draw: Callable[..., Words]) -> None:
-        self._lock = Lock()  # held while it runs; for good, if that was broken off
+        self._lock = Lock()  # held during a rollout, and for good after one that was broken off
         self._lock.acquire()
         self._clock, self._stepper, self._noise = CLOCK.get(), stepper, NoiseAhead(stepper, draw)
         self._inputs = inputs_of(stepper, self._noise(stepper.state))
         self._actor = actor = open_actor(stepper, self._inputs)
         self._policy_calls = timed("policy", actor.act), timed("policy", actor.restart)
-        self._all, self._finish = timed("steps", stepper.make_steps), timed("finish", actor.finish)
+        self._make_steps, self._finish = timed("steps", stepper.make_steps), timed("finish", actor.finish)
         self._deliver = timed("delivery", stepper.deliver)
 
     def rollout(self, env: Env, policy: Policy, state: CollectorState, request: Request) -> Rollout | None:
-        """Make a rollout of another state; None if that has to be opened, such as for another pair."""
-        own, inputs = self._stepper, self._inputs
-        same_pair = own.env is env and own.policy is policy
-        same_lanes = own.key is state.key and own.lane is state.lane and own.total == state.total_lanes
-        same_form = own.request.like(request) and type(state.policy_state) is type(inputs.policy_state)
+        """Make a rollout from a state; None if another loop has to be opened for it, such as for another pair."""
+        stepper, inputs = self._stepper, self._inputs
+        same_pair = stepper.env is env and stepper.policy is policy
+        same_lanes = stepper.key is state.key and stepper.lane is state.lane and stepper.total == state.total_lanes
+        same_form = stepper.request.like(request) and type(state.policy_state) is type(inputs.policy_state)
         if not (same_pair and same_lanes and same_form) or CLOCK.get() is not self._clock:
             return None
         if not self._lock.acquire(blocking=False):
             return None
-        if own.again(state, request):
+        if stepper.again(state, request):
             self._inputs = inputs._replace(
                 params=policy.prepare(request.params),
                 policy_state=state.policy_state,
@@ -167,18 +167,18 @@ class Opened(OpenFor):
         return None
 
     def run(self) -> Rollout:
-        """Make the rollout; return the next state, which keeps this for its own, and the batch."""
+        """Make the rollout; return the next state, which keeps this loop for its own rollout, and the batch."""
         stepper, actor = self._stepper, self._actor
         stepper.begin()
         with reads_together() if stepper.waits else _NOTHING:
             with actor.running():
-                self._all(*self._policy_calls)
+                self._make_steps(*self._policy_calls)
                 policy_state, outputs = self._finish()
             counters, batch = self._deliver(outputs)
         after = stepper.after(policy_state, counters)
         if stepper.small:
             vars(after)["opened"] = self
-            stepper.state = None  # which may hold this, and so itself
+            stepper.state = None  # it may hold this loop, which would be a cycle
             self._lock.release()
         return after, batch
 
@@ -191,16 +191,16 @@ def run(
     request: Request,
     draw: Callable[..., Words] = random_words,
 ) -> Rollout:
-    """Make a rollout; return the next state and the batch. Noise is made of the words that `draw` draws.
+    """Make a rollout; return the next state and the batch. `draw` draws the random words for the noise.
 
-    What depends on the pair, the lanes and the request is opened once: the next state keeps it for its own rollout.
+    The loop of a pair, its lanes and a request is opened once; the next state keeps it for its own rollout.
     """
-    done: Rollout | None = state.opened and state.opened.rollout(env, policy, state, request)
-    return done or Opened(make(env, policy, state, request), draw).run()
+    result: Rollout | None = state.opened and state.opened.rollout(env, policy, state, request)
+    return result or Opened(make(env, policy, state, request), draw).run()
 
 
 class NoiseAhead:
-    """Draws a policy's noise for a rollout, and at once for several short ones."""
+    """Draws a policy's noise for a rollout, or for several short ones at once."""
 
     def __init__(self, stepper: Stepper, draw: Callable[..., Words]) -> None:
         policy, state, length = stepper.policy, stepper.state, stepper.request.length
@@ -212,7 +212,7 @@ class NoiseAhead:
         self._first, self._drawn = 0, torch.empty(0)
 
     def __call__(self, state: CollectorState) -> Tensor | None:
-        """The noise [T, P, ...] of the rollout that begins with a state, in memory that later rollouts may share."""
+        """The noise [T, P, ...] of the rollout from `state`, a view of memory that later rollouts may share."""
         if self._noise is None:
             return None
         at = state.steps_made - self._first
@@ -230,7 +230,7 @@ def start_of(policy: Policy, state: CollectorState) -> Any:
         check_state_kind(state.policy_state.get(name), type(initial_state[name]))
     if isinstance(initial_state, TorchPolicyState):
         held, wanted = state.policy_state.recurrent, initial_state.recurrent
-        shapes, own = ([list(leaf.shape) for leaf in optree.tree_leaves(each)] for each in (held, wanted))
+        shapes, own = ([list(leaf.shape) for leaf in optree.tree_leaves(part)] for part in (held, wanted))
         if own != shapes or optree.tree_structure(held) != optree.tree_structure(wanted):
             what = f"the state holds recurrent states of the shapes {shapes}, this policy wants {own}"
             raise ValueError(f"{what}: {ANOTHER_POLICY}")
@@ -271,13 +271,13 @@ def restart_fresh(actor: Any, policy: Policy, state: CollectorState) -> None:
     if policy.remembers(state.policy_state):
         fresh = state.step == 0
         if fresh.device.type != "cpu":
-            actor.restart(fresh)  # which is not read, since that would wait for the device
+            actor.restart(fresh)  # as a mask: to read it would wait for the device
         elif bool(fresh.any()):
             actor.restart(fresh.nonzero()[:, 0].tolist())
 
 
 class TrajectoryLimit:
-    """The limit on a trajectory's length, in NumPy or Torch as the lanes' `step` [P] is."""
+    """The limit on a trajectory's length, in NumPy or Torch like the lanes' `step` [P]."""
 
     def __init__(self, step: Any, limit: int) -> None:
         self._limit = min(limit, 1 << 62)  # so that sums with steps fit into 64 bits
@@ -292,7 +292,7 @@ class TrajectoryLimit:
         return t + self._limit - 1 - self.due
 
     def restart(self, t: int, lanes: Any) -> None:
-        """Count from zero, after step `t`, in these lanes: their indices, or for a tensor a mask [P]."""
+        """Count from zero again after step `t` in `lanes`: their indices, or in Torch a mask [P]."""
         if isinstance(self.due, Tensor):
             self.due.masked_fill_(lanes, t + self._limit)
         else:
@@ -300,7 +300,7 @@ class TrajectoryLimit:
 
 
 class Clock:
-    """Adds up the seconds of calls, by part; `wait` blocks until an accelerator has done all its work."""
+    """Adds up the seconds of calls by part; `wait` blocks until an accelerator has finished all its work."""
 
     def __init__(self, wait: Callable[[], None] | None = None) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -325,16 +325,16 @@ CLOCK: ContextVar[Clock | None] = ContextVar("clock", default=None)  # of rollou
 
 
 def timed(part: str, function: Function) -> Function:
-    """Return the function itself, or one that is timed, in a rollout that is."""
+    """Return the function itself, or in a timed rollout one that adds its time to `part`."""
     clock: Any = CLOCK.get()
     return function if clock is None else clock.timed(part, function)
 
 
-_COMPILED = ("fused", "captured")  # loops in which nothing can be timed, since one program does it all
+_COMPILED = ("fused", "captured")  # loops that are one program, in which no part can be timed
 
 
 class TimedLoops(dict[str, Callable[..., Rollout]]):
-    """Loops by name, for `funcollect.core.api.run`; they add up the time of their rollouts."""
+    """Loops by name, for `funcollect.core.api.run`, which add up the time of their rollouts."""
 
     def __init__(self, loops: Mapping[str, Callable[..., Rollout]]) -> None:
         super().__init__({name: partial(self._run, name, loop) for name, loop in loops.items()})
@@ -359,9 +359,9 @@ class TimedLoops(dict[str, Callable[..., Rollout]]):
 
 
 def _parts(whole: float, spent: dict[str, float], compiled_env: bool) -> dict[str, float]:
-    """The seconds of a rollout by part, from those of its calls.
+    """The seconds of a rollout by part, from the seconds `spent` in its calls.
 
-    Recording is the time of the steps outside of the calls; over a compiled environment it is a part of that.
+    Recording is the time of the steps outside of these calls; a compiled environment includes it.
     """
     recording = max(spent["steps"] - spent["environment"] - spent["policy"], 0.0)
     return {
@@ -377,8 +377,8 @@ def _on_accelerator(env: Env, policy: Policy) -> bool:
     """Whether calls of the environment or of the policy may return before their work is done."""
     if not torch.cuda.is_available():
         return False
-    own = policy.run_device if isinstance(policy, TorchBacked) else None
-    places = [env.device] if env.backend in ("torch", "device") else []
-    if any(str(place).startswith("cuda") for place in (own, *places)):
+    policy_device = policy.run_device if isinstance(policy, TorchBacked) else None
+    devices = [env.device] if env.backend in ("torch", "device") else []
+    if any(str(device).startswith("cuda") for device in (policy_device, *devices)):
         return True
     return "jax" in (env.backend, policy.backend) and import_jax().default_backend() == "gpu"

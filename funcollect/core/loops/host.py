@@ -1,4 +1,4 @@
-"""The loop over simulators: one policy call per step for all lanes, whose observations are copied to columns."""
+"""The loop over simulators on the host: each step copies their observations into columns."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def reset(
         raise TypeError(f"options are given, but resets of {env} take none: {mend}")
     simulation: Simulation = state.env_state.claim(stale=stale)
     simulation.show(state.observation)
-    if stale and simulation.renewed is not None and simulation.renewed.renew():
+    if stale and simulation.worker_lanes is not None and simulation.worker_lanes.renew():
         simulation.seed_again()
     chosen = lanes.nonzero()[:, 0].tolist()
     if options is not None:
@@ -79,7 +79,7 @@ def fork(env: HostEnv, state: CollectorState) -> CollectorState:
 
 
 class HostStepper(Stepper):
-    """Steps simulators, and restarts lanes whose episode ends unless they stay finished."""
+    """Steps simulators, and restarts lanes whose episode has ended, unless they stay finished."""
 
     in_numpy = True
     _simulation: Simulation
@@ -99,15 +99,15 @@ class HostStepper(Stepper):
         if state.env_state.simulation.simulators is not self._simulators:
             return False
         self.state, self.request, self.ended = state, request, False
-        columns, rows = self._turn(self._views, {} if request.compact_obs else self._views), self._rows.values()
-        self.roots = [*zip(columns, rows)]  # noqa: B905  (the others come next)
-        self._nexts = [*zip(columns[len(rows) : -1], rows)]  # noqa: B905  (none if they are compact)
+        columns, rows = self._turn_page(self._views, {} if request.compact_obs else self._views), self._rows.values()
+        self.roots = [*zip(columns, rows)]  # noqa: B905  (the other columns follow)
+        self._nexts = [*zip(columns[len(rows) : -1], rows)]  # noqa: B905  (none with `compact_obs`)
         self._reward, self._terminated, self._truncated = columns[-1], self.book.terminated, self.book.truncated
         self._values: dict[str, list[Any]] = {key: [] for key in self._info_keys} if self._info_keys else {}
         self._final: list[tuple[Any, Any, list[Any]]] = []  # next observations without a column: step, lanes, rows
         most = request.max_frames_per_traj
         self._limit = TrajectoryLimit(state.step.numpy(), most) if most else None
-        # the first step at which a lane reaches the limit, or one after the rollout
+        # the first step at which a lane reaches the limit, or a step after the rollout
         self._next_cut = request.length if self._limit is None else min(self._limit.due.tolist())
         return True
 
@@ -149,7 +149,7 @@ class HostStepper(Stepper):
                 raise bad_info(key, value, error) from error
 
     def _end_episodes(self, t: int, outcome: Outcome) -> list[int] | None:
-        """Record the flags of a step in which some lanes are done; return the lanes that began another episode."""
+        """Record the flags of a step that ends episodes; return the lanes that began another one."""
         _, terminated, truncated, _ = outcome
         self.ended = True
         try:
@@ -162,7 +162,7 @@ class HostStepper(Stepper):
         except NOT_RECORDED as error:
             raise bad_outcome(outcome, self._lanes) from error
         if self.request.compact_obs:
-            self._keep(t, ended)
+            self._keep_final(t, ended)
         if self._finished is not None:
             self._finished.add(ended)
             return None
@@ -172,14 +172,14 @@ class HostStepper(Stepper):
             self._next_cut = min(self._limit.due.tolist())
         return ended
 
-    def _keep(self, t: int, lanes: Any) -> None:
+    def _keep_final(self, t: Any, lanes: Any) -> None:
         self._final.append((t, np.asarray(lanes, np.int64), [row[lanes] for row in self._rows.values()]))
 
     @override
     def deliver(self, outputs: Columns) -> tuple[dict[str, Tensor], TensorDict]:
         check_outcome(self._outcome, self._lanes)
         if self.request.compact_obs:
-            self._keep(self.request.length - 1, (~(self._terminated[-1] | self._truncated[-1])).nonzero()[0])
+            self._keep_final(self.request.length - 1, (~(self._terminated[-1] | self._truncated[-1])).nonzero()[0])
         if not outputs["action",].is_cpu:
             outputs = {path: column.cpu() for path, column in outputs.items()}
         if self.policy.backend == "jax":
@@ -198,11 +198,11 @@ class HostStepper(Stepper):
         return counters, batch
 
     def _attach_final(self, batch: TensorDict) -> None:
-        """Attach the next observations that no frame of a batch has at its root."""
+        """Attach the next observations that are not the root of another frame of the batch."""
         time = np.concatenate([np.full(len(lanes), t) for t, lanes, _ in self._final])
         at = (np.concatenate([lanes for _, lanes, _ in self._final]), time)[2 - batch.batch_dims :]
         columns = zip(*(rows for _, _, rows in self._final), strict=True)
-        leaves = {path: torch.from_numpy(np.concatenate(each)) for path, each in zip(self._rows, columns, strict=True)}
+        leaves = {path: torch.from_numpy(np.concatenate(rows)) for path, rows in zip(self._rows, columns, strict=True)}
         attach(batch.unlock_(), FinalObservations(batch[TRAJECTORY_IDS][at], batch[STEP][at], leaves))
         batch.lock_()
 
@@ -220,7 +220,7 @@ def _info_column(key: str, values: list[Any]) -> Tensor:
 
 
 class _FinishedLanes:
-    """Steps simulators of which some lanes stay finished: they repeat their last outcome, `deliver` its reward as 0."""
+    """Steps only unfinished lanes. The others repeat their last outcome, and `deliver` sets their rewards to 0."""
 
     def __init__(self, simulation: Simulation, lanes: Iterable[int]) -> None:
         self._simulation = simulation
@@ -237,7 +237,7 @@ class _FinishedLanes:
         self._columns: list[Any] = [[*np.array(column)] for column in (reward, terminated, truncated, *info)]
 
     def send(self, lanes: Sequence[int], action: Any) -> None:
-        """Undo a policy's writes into the rows of finished lanes, and send the others their rows of the actions."""
+        """Undo a policy's writes into the rows of finished lanes, and send the other lanes their actions."""
         simulators = self._simulation.simulators
         for path, rows in self._rows.items():
             simulators.observation[path][[*self._lanes]] = rows
@@ -245,7 +245,7 @@ class _FinishedLanes:
             simulators.send(self._live, action[self._live] if self._lanes else action)
 
     def receive(self) -> tuple[Sequence[int], Outcome]:
-        """Return the lanes that were stepped, and the outcome of all."""
+        """Return the lanes that were stepped, and the outcome of all lanes."""
         simulation = self._simulation
         if not self._lanes:
             _, simulation.last_outcome = simulation.simulators.receive()

@@ -1,9 +1,9 @@
 """The loops over a JAX environment: one compiled call per rollout, or one per step if the policy runs in Torch.
 
-In the latter, the environment's state and the columns are donated at each step, so they are exported by DLPack only
+With one call per step, the environment's state and the columns are donated to each step, so DLPack exports them only
 after the last one. Each step returns the observation as a separate array, which is copied to the fixed memory that the
-policy reads. On an accelerator nothing waits for the device, unless the step has a branch for costly starts: DLPack
-orders a reader after the writer. A step's observation and action are kept alive until the next step has been started.
+policy reads. On an accelerator nothing waits for the device, since DLPack orders a reader after the writer, unless the
+step has a branch for costly starts. A step's observation and action are kept alive until the next step has begun.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from funcollect.specs import ActionSpec, ExplorationType, assemble, torch_dtype
 from funcollect.threefry import hashed_in_jax
 from funcollect.tree import Path
 
-_MANY = 1024  # hashes, from which on a call of a program costs less than NumPy
+_MANY = 1024  # hashes from which on a call of a program costs less than NumPy
 
 
 def init(env: JaxEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
-    """Implement `funcollect.init`. The policy's state, which may hold tensors, is made outside the program."""
+    """Implement `funcollect.init`. The policy's state is made outside the program, since it may hold tensors."""
     check_unchanged(env)
-    state = _begun(env, key, first_lane, total_lanes, env.params)
+    state = _first_state(env, key, first_lane, total_lanes, env.params)
     return state.replace(policy_state=policy_start(policy, key, state.num_lanes, first_lane))
 
 
-def _begun(env: JaxEnv, key: Any, first_lane: int, total_lanes: int, env_params: Any) -> CollectorState:
+def _first_state(env: JaxEnv, key: Any, first_lane: int, total_lanes: int, env_params: Any) -> CollectorState:
     first = partial(traced.init, env, RandomPolicy(env.action_spec), None, total_lanes=total_lanes)
     begin: Callable[..., CollectorState] = compiled(env, ("init", total_lanes), first)
     follow_torch(import_jax().local_devices()[0])
@@ -62,8 +62,8 @@ def _begun(env: JaxEnv, key: Any, first_lane: int, total_lanes: int, env_params:
 def reset(env: JaxEnv, state: CollectorState, lanes: Tensor, *, stale: bool = False, to: Any = None) -> CollectorState:
     """Implement `funcollect.reset` of the lanes of a mask [P]; with `stale`, `funcollect.recover`."""
     if stale and not is_live(state):  # an interrupted collector has used up its memory
-        begun = _begun(env, state.key, int(state.lane_ids[0]), state.total_lanes, state.env_params)
-        state = state.replace(env_state=begun.env_state.with_used_starts(), observation=begun.observation)
+        first = _first_state(env, state.key, int(state.lane_ids[0]), state.total_lanes, state.env_params)
+        state = state.replace(env_state=first.env_state.with_used_starts(), observation=first.observation)
     place = place_of(state)
     restart = compiled(env, "reset", lambda state, mask, to: traced.reset(env, state, mask, to=to), place=place)
     follow_torch(*place.device_set)
@@ -72,20 +72,20 @@ def reset(env: JaxEnv, state: CollectorState, lanes: Tensor, *, stale: bool = Fa
 
 
 def fork(env: JaxEnv, state: CollectorState) -> CollectorState:
-    """Implement `funcollect.fork`: the state itself, which is a value, or a copy where a collector would use it up."""
+    """Implement `funcollect.fork`: return the state, a value, or a copy where a collector would use its memory up."""
     place = place_of(state)
     if not waits_for_host(place):
         return state
     follow_torch(*place.device_set)
     env_state, observation = import_jax().tree.map(import_jax().numpy.copy, (state.env_state, dict(state.observation)))
-    return state.replace(env_state=env_state, observation=observation)  # the other parts are never used up
+    return state.replace(env_state=env_state, observation=observation)  # only these are ever used up
 
 
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
     """Implement `funcollect.rollout` for a policy that can be traced."""
-    done: Rollout | None = state.opened and state.opened.rollout(env, policy, state, request)
-    if done:
-        return done
+    result: Rollout | None = state.opened and state.opened.rollout(env, policy, state, request)
+    if result:
+        return result
     if isinstance(state.policy_state, TorchPolicyState):  # of another policy; JAX cannot take it as an argument
         check_state_kind(state.policy_state, type(policy.init(state.key, state.num_lanes)))
     place = place_of(state)
@@ -95,16 +95,16 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
     with torch_followed(*place.device_set):
         bound = bound_params(policy, request)
         blocks = block_loop(env, policy, state, request)
-    done = blocks(bound, state, request.length, owned=request.owned)
+    in_blocks = blocks(bound, state, request.length, owned=request.owned)
     with reads_together():
-        if done is None:
-            return _Opened(env, policy, state, request).made(bound, state)
-        after, leaves = done
+        if in_blocks is None:  # lanes lacked starts
+            return _Opened(env, policy, state, request).call(bound, state)
+        after, leaves = in_blocks
         return after, batch_of(env, policy, state, leaves, request)
 
 
 class _Opened(OpenFor):
-    """What does not depend on the state, but on the kind of its arrays."""
+    """The compiled loop, open for rollouts of one request from states whose arrays are of one kind."""
 
     def __init__(self, env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> None:
         self._env, self._policy, self._request, place = env, policy, request, place_of(state)
@@ -114,7 +114,7 @@ class _Opened(OpenFor):
         self._shown: BatchOfBytes | None = None
 
     def rollout(self, env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout | None:
-        """Make a rollout of another state; None if that has to be opened, such as for another pair."""
+        """Make a rollout from a state; None if another loop has to be opened for it, such as for another pair."""
         same_pair = env is self._env and policy is self._policy and not isinstance(state.policy_state, TorchPolicyState)
         if not same_pair or not self._request.like(request) or _kind_of(state) != self._kind:
             return None
@@ -123,16 +123,16 @@ class _Opened(OpenFor):
         except RuntimeError:
             if is_live(state):
                 raise
-            return None  # to be refused
+            return None  # so that `check_state` refuses it
 
     def run(self, state: CollectorState, request: Request) -> Rollout:
-        """Make a rollout; the next state keeps this for its own."""
+        """Make a rollout; the next state keeps this loop for its own rollout."""
         check_unchanged(self._env)
-        after, batch = self.made(bound_params(self._policy, request), state)
+        after, batch = self.call(bound_params(self._policy, request), state)
         vars(after)["opened"] = self
         return after, batch
 
-    def made(self, bound: BoundParams, state: CollectorState) -> Rollout:
+    def call(self, bound: BoundParams, state: CollectorState) -> Rollout:
         """Run the program; return the next state and the batch."""
         env, policy, request = self._env, self._policy, self._request
         after, columns, places = self._program(bound, state, self._length)
@@ -145,12 +145,12 @@ class _Opened(OpenFor):
 
 
 def _kind_of(state: CollectorState) -> tuple[Any, ...]:
-    """What decides whether a state is that of a run of an environment, and where it lies."""
+    """Which environment a state is of, of one run or several, and where its arrays lie."""
     return state.origin, getattr(state.key, "aval", None), state.lane.aval, state.lane.sharding
 
 
 def bound_params(policy: Policy, request: Request) -> BoundParams:
-    """Return what a rollout's program reads; it has read it before the rollout ends."""
+    """Return the parameters as a program reads them; lent memory is read before the rollout ends."""
     prepare = policy.lend if isinstance(policy, LoweredPolicy) else policy.prepare
     return prepare(request.params), traced_values(request.exploration)
 
@@ -163,26 +163,26 @@ def waits_for_host(place: Any) -> bool:
 def program(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Callable[..., Any]:
     """Return the compiled loop, with branches, for the static part of a request."""
     capacity, options = bucket(request.length), request.step_options(env)
-    which = ("rollout", origin_of(env), state.num_lanes, options, capacity)
-    return compiled(policy, which, partial(_loop, env, policy, options, capacity), place=place_of(state))
+    cache_key = ("rollout", origin_of(env), state.num_lanes, options, capacity)
+    return compiled(policy, cache_key, partial(_loop, env, policy, options, capacity), place=place_of(state))
 
 
 def block_loop(
     env: JaxEnv, policy: Policy, state: CollectorState, request: Request, options: BlockOptions = BLOCKS
 ) -> BlockLoop:
-    """Return the loop in blocks for the static part of a request, made once for a policy."""
-    fixed, place = request.step_options(env), place_of(state)
-    which = (origin_of(env), state.num_lanes, fixed, options.key)
-    made: dict[Hashable, BlockLoop] = memo_of(policy).setdefault("blocks", {})
-    if (which, place) not in made:
-        config = StepConfig.of(env, policy, state.num_lanes, fixed, branches=False)
+    """Return the loop in blocks for the static part of a request, cached for the policy."""
+    step_options, place = request.step_options(env), place_of(state)
+    cache_key = (origin_of(env), state.num_lanes, step_options, options.key)
+    known: dict[Hashable, BlockLoop] = memo_of(policy).setdefault("blocks", {})
+    if (cache_key, place) not in known:
+        config = StepConfig.of(env, policy, state.num_lanes, step_options, branches=False)
         bound = bound_params(policy, request)
-        made[which, place] = BlockLoop(config, bound, state, which, place, options)
-    return made[which, place]
+        known[cache_key, place] = BlockLoop(config, bound, state, cache_key, place, options)
+    return known[cache_key, place]
 
 
 def place_of(state: CollectorState) -> Any:
-    """Return the sharding of a state; raise ValueError if it lies on several devices, since Torch cannot read it."""
+    """Return the sharding of a state; ValueError if it lies on several devices, where Torch cannot read it."""
     place = state.lane.sharding
     if len(place.device_set) > 1:
         mend = "call funcollect.traced.rollout in a shard_map, and funcollect.deliver, or gather it by jax.device_put"
@@ -209,12 +209,12 @@ def _loop(
 
 
 def outputs_in(paths: Iterable[Path], state: CollectorState) -> list[Path]:
-    """The keys of a policy's outputs among those of columns."""
+    """The keys of the policy's outputs, out of the keys of all columns."""
     return [path for path in paths if len(path) == 1 and path not in ROOT_FLAGS and path not in state.observation]
 
 
 def batch_of(env: JaxEnv, policy: Policy, state: CollectorState, columns: Columns, request: Request) -> TensorDict:
-    """Return the batch of columns [T or more, P, ...], checked."""
+    """Return the checked batch of columns [T or more, P, ...]."""
     leaves = typed({path: column[: request.length] for path, column in columns.items()}, env)
     outputs = policy.finish({path: leaves.pop(path) for path in outputs_in(leaves, state)}, env.action_spec)
     return checked_batch(env, leaves | outputs, with_time=request.with_time)
@@ -227,7 +227,7 @@ def run_crossing(env: JaxEnv, policy: Policy, state: CollectorState, request: Re
 
 
 def _draw_words(env: JaxEnv, keys: Any, numbers: Any, width: int) -> Any:
-    """Return what `random_words` does. Many words are hashed by XLA, which is several times faster than NumPy."""
+    """Do what `random_words` does; XLA hashes many words several times faster than NumPy."""
     draws, length, cpu = -(-width // 2), len(numbers), import_jax().local_devices(backend="cpu")[0]
     if length * len(keys[0]) * draws < _MANY:
         return random_words(keys, numbers, width)
@@ -240,7 +240,7 @@ def _draw_words(env: JaxEnv, keys: Any, numbers: Any, width: int) -> Any:
 
 
 def _hashes(draws: int, keys: Any, low: Any, high: Any) -> Any:
-    """Hash the steps [T, 1], given as their low and high words: [T, P, draws, 2]."""
+    """Return the hashes [T, P, draws, 2] of the steps [T, 1] whose low and high words are given."""
     jnp = import_jax().numpy
     one = jnp.arange(1, 1 + draws, dtype=jnp.uint32) | high[..., None] << np.uint32(16)
     pair = keys[0][:, None], keys[1][:, None]
@@ -248,14 +248,14 @@ def _hashes(draws: int, keys: Any, low: Any, high: Any) -> Any:
 
 
 class _CrossingStepper(eager.Stepper):
-    """The state and the columns in JAX, donated at each step, and the observation in Torch that the policy reads."""
+    """Steps a JAX environment, whose state and columns stay in JAX; the policy reads its observation in Torch."""
 
     def __init__(self, env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> None:
         # The actor reads a NumPy key and tensors.
         read = {name: torch_view(getattr(state, name)).cpu() for name in ("lane", "step")}
         super().__init__(env, policy, state.replace(key=np.asarray(state.key), steps=state.steps_made, **read), request)
         self._before, place = state, place_of(state)
-        # The actor explores and makes the random steps.
+        # The actor explores and makes the random steps, so the program does not.
         options = request.step_options(env)._replace(exploration_type=ExplorationType.RANDOM, random_steps=0)
         self._config = config = StepConfig(
             env=env,
@@ -264,11 +264,11 @@ class _CrossingStepper(eager.Stepper):
             options=options,
             branches=not (waits_for_host(place) and starts_are_cheap(env, state.env_params)),
         )
-        which = (state.num_lanes, options, config.branches)
+        cache_key = (state.num_lanes, options, config.branches)
         capacity = bucket(request.length)
-        begin = compiled(env, ("crossing", capacity, *which), partial(_begin, config, capacity), place=place)
+        begin = compiled(env, ("crossing", capacity, *cache_key), partial(_begin, config, capacity), place=place)
         follow_torch(*place.device_set)
-        self._advance = compiled(env, ("crossing", *which), partial(_advance, config), donate_argnums=(0, 1))
+        self._advance = compiled(env, ("crossing", *cache_key), partial(_advance, config), donate_argnums=(0, 1))
         self._now, self.columns, self._constants, self._keys = begin(state.replace(policy_state=None))
         dtypes = {leaf.path: torch_dtype(leaf.dtype) for leaf in env.observation_leaves}
         self._root = {path: fixed(torch_view(state.observation[path]).to(dtype)) for path, dtype in dtypes.items()}
@@ -276,7 +276,7 @@ class _CrossingStepper(eager.Stepper):
         self.waits = any(root.device.type != "cpu" for root in self._root.values())
         self._into_jax = _crosser(env.action_spec, state.lane.device)
         self._restarts_matter = policy.remembers(state.policy_state)
-        self._held: Any = None
+        self._alive: Any = None  # arrays that the last step may still read or write
 
     @override
     def step(self, t: int, action: Any) -> Tensor | None:
@@ -288,7 +288,7 @@ class _CrossingStepper(eager.Stepper):
                 self._root[path].copy_(torch_view(value))
             else:
                 self._root[path].numpy()[...] = np.asarray(value)
-        self._held = (root, crossed)
+        self._alive = (root, crossed)
         if not self._restarts_matter:
             return None
         begun = torch_view(fresh)
@@ -312,12 +312,12 @@ class _CrossingStepper(eager.Stepper):
 
 
 def _begin(config: StepConfig, capacity: int, state: CollectorState) -> tuple[CollectorState, Row, Row, Any]:
-    """Return a copy of the state, which may be donated, empty and constant columns, and the keys of the run."""
+    """Return a copy of the state, which can be donated; empty columns, constant columns, and the keys of the run."""
     jax = import_jax()
     spec = config.env.action_spec
     action = jax.ShapeDtypeStruct((state.num_lanes, *spec.shape), _jax_dtype(spec))
     columns, constants = memory(config, action, state, capacity)
-    del columns["action",]  # the actor records the policy's outputs
+    del columns["action",]  # the actor records it, with the policy's other outputs
     copied: CollectorState = jax.tree.map(jax.numpy.copy, state)
     if not config.branches:  # starts are made at each step
         copied = copied.changed(env_state=SpareStarts(copied.env_state.current, (), jax.numpy.copy(state.episode)))

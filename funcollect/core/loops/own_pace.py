@@ -1,9 +1,9 @@
 """The loop over simulators that do not wait for each other: each lane makes the steps of a rollout at its own pace.
 
-The policy is called for all lanes whenever some have answered; what it says of the others, for their last observations,
-is dropped. So all calls have the same rows as those of the loop in step, and the data are the same, whoever is late.
+Whenever some lanes have answered, the policy is called for all lanes; its outputs for the others, which repeat their
+last observation, are dropped. So all calls have the same rows as in `host`, and the data are the same, whoever is late.
 
-Where one call moves all lanes, none can wait at the end of a rollout: the rows that it is ahead open the next one.
+Where one call steps all lanes, no lane can wait at the end of a rollout: the rows that it is ahead open the next one.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from funcollect.specs import assemble
 from funcollect.tree import Path
 
 MEND = "make the environment with wait='all'"
-_SHARED = 64  # calls of a policy, at most, that share an actor
+_SHARED = 64  # the most calls of a policy that share an actor
 
 
 class Carried(NamedTuple):
     """The rows that lanes have made beyond the last rollout."""
 
-    ahead: npt.NDArray[np.int64]  # [P], how many of each lane are whole
-    memory: Sequence[npt.NDArray[Any]]  # a stepper's, each [k, P, ...]
-    outputs: Columns  # the policy's, each [k, P, ...]
+    ahead: npt.NDArray[np.int64]  # [P], the number of each lane's whole rows
+    memory: Sequence[npt.NDArray[Any]]  # of the stepper, each [k, P, ...]
+    outputs: Columns  # of the policy, each [k, P, ...]
 
 
 def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
-    """Implement `funcollect.rollout` over simulators: in step, unless these answer one by one."""
+    """Implement `funcollect.rollout` over simulators: with all lanes in step, unless they answer one by one."""
     state.env_state.check()
     live = state.env_state.simulation
     if live.most_ahead and (request.compact_obs or not request.reset_when_done):
@@ -64,37 +64,37 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
 
 
 class OwnPaceStepper(HostStepper):
-    """Sends the lanes that are ready, and records the outcomes of those that have answered."""
+    """Sends actions to the lanes that are ready, and records the outcomes of those that have answered."""
 
     def __init__(self, env: HostEnv, policy: Policy, state: CollectorState, request: Request) -> None:
         super().__init__(env, policy, state, replace(request, random_steps=0))
         self._random_left = request.random_steps - state.steps_made
-        _check(policy, policy.noise(env.action_spec))
+        _check_lanes_apart(policy, policy.noise(env.action_spec))
         live, lanes = state.env_state.simulation, state.num_lanes
         self._send = timed("environment", live.simulators.send_some)
         self._receive = timed("environment", live.simulators.receive_some)
-        self._seen = {path: rows.copy() for path, rows in self._rows.items()}  # that the policy reads
+        self._seen = {path: rows.copy() for path, rows in self._rows.items()}  # what the policy reads
         shown = self._seen if policy.backend == "jax" else {k: torch.from_numpy(rows) for k, rows in self._seen.items()}
         self.observation = assemble(env.observation_space, shown)
-        self.small = False  # nobody continues it
+        self.small = False  # another stepper makes the next rollout
         self._most, self._carried = request.length + live.most_ahead, live.carried
         self.fresh, self._waits = self._carried is None, not live.most_ahead
         roots, nexts = ([store for store, _ in pairs] for pairs in (self.roots, self._nexts))
-        self._delivered = own = [self._terminated, self._truncated, self._reward, *roots, *nexts]
-        if not self._waits:
-            own = [np.zeros((self._most, *each.shape[1:]), each.dtype) for each in self._delivered]
-            self._terminated, self._truncated, self._reward = own[:3]
-            self.roots = [*zip(own[3:], (row for _, row in self.roots), strict=False)]
-            self._nexts = [*zip(own[3 + len(roots) :], (row for _, row in self._nexts), strict=True)]
+        self._delivered = columns = [self._terminated, self._truncated, self._reward, *roots, *nexts]
+        if not self._waits:  # then lanes may make more rows than the batch has
+            columns = [np.zeros((self._most, *column.shape[1:]), column.dtype) for column in self._delivered]
+            self._terminated, self._truncated, self._reward = columns[:3]
+            self.roots = [*zip(columns[3:], (row for _, row in self.roots), strict=False)]
+            self._nexts = [*zip(columns[3 + len(roots) :], (row for _, row in self._nexts), strict=True)]
         self._infos = np.full((self._most, lanes, len(self._info_keys)), None, object)
         self._versions = np.full((self._most, lanes), state.policy_version)
         values = {} if self._waits else request.exploration
         self._explored = {
             name: (np.zeros((self._most, lanes), np.float32), np.broadcast_to(np.asarray(value, np.float32), lanes))
             for name, value in values.items()
-        }  # columns, and rows of this rollout
+        }  # by name: the column, and its row in this rollout
         explored = [column for column, _ in self._explored.values()]
-        self._memory, self._made = [*own, self._infos, self._versions, *explored], np.zeros(lanes, np.int64)
+        self._memory, self._made = [*columns, self._infos, self._versions, *explored], np.zeros(lanes, np.int64)  # rows
 
     @override
     def bind(self, inputs: ActorInputs) -> Actor:
@@ -106,9 +106,9 @@ class OwnPaceStepper(HostStepper):
 
         noise = inputs.noise if self._waits else drawn(self.policy.noise(inputs.spec), Purpose.NOISE)
         early = drawn(random_noise(inputs.spec), Purpose.RANDOM_ACTION) if self._random_left > 0 else None
-        held = self._carried.outputs if self._carried else {}
-        given = inputs._replace(noise=noise, length=self._most)
-        return LanesActor(self.policy, given, held, early, self._random_left, self.request.length)
+        carried = self._carried.outputs if self._carried else {}
+        inputs = inputs._replace(noise=noise, length=self._most)
+        return LanesActor(self.policy, inputs, carried, early, self._random_left, self.request.length)
 
     @override
     def begin(self) -> None:
@@ -116,8 +116,8 @@ class OwnPaceStepper(HostStepper):
         if self._carried is None:
             return
         self._made += self._carried.ahead
-        for own, rows in zip(self._memory, self._carried.memory, strict=True):
-            own[: len(rows)] = rows
+        for column, rows in zip(self._memory, self._carried.memory, strict=True):
+            column[: len(rows)] = rows
         if self._limit is not None:
             for t, over in enumerate(self._terminated | self._truncated):
                 self._limit.restart(t, (over & (t < self._made)).nonzero()[0])
@@ -151,7 +151,7 @@ class OwnPaceStepper(HostStepper):
             ready = [lane for lane in lanes if made[lane] < length]
 
     def _look(self, steps: Any, lanes: Sequence[int]) -> None:
-        """Record the observations of lanes that are ready, and show them to the policy."""
+        """Record the observations of lanes that are ready at these steps, and show them to the policy."""
         self._versions[steps, lanes] = self.state.policy_version
         for column, rows in (*self.roots, *self._explored.values()):
             column[steps, lanes] = rows[lanes]
@@ -159,7 +159,7 @@ class OwnPaceStepper(HostStepper):
             seen[lanes] = self._rows[path][lanes]
 
     def _record(self, made: Any, lanes: Sequence[int], outcome: Outcome) -> list[int]:
-        """Record an outcome; return the lanes that began another episode."""
+        """Record the outcome of lanes, at the steps `made` [P] of each; return those that began another episode."""
         steps = made[lanes]
         self._outcome = outcome
         check_outcome(outcome, lanes)
@@ -183,7 +183,7 @@ class OwnPaceStepper(HostStepper):
             return []
         self.ended = True
         if self.request.compact_obs:
-            self._keep(steps[over], ended)
+            self._keep_final(steps[over], ended)
         timed("environment", self._simulation.restart)(ended)
         if self._limit is not None:
             self._limit.restart(steps[over], ended)
@@ -194,19 +194,19 @@ class OwnPaceStepper(HostStepper):
         length = self.request.length
         for number, key in enumerate(self._info_keys):
             self._values[key] = [np.array([*row]) for row in self._infos[:length, :, number]]
-        if self._final:  # in the order in which the loop in step would have kept them
-            steps, lanes = (np.concatenate([each[part] for each in self._final]) for part in (0, 1))
+        if self._final:  # sort them as `host` would have kept them
+            steps, lanes = (np.concatenate([final[part] for final in self._final]) for part in (0, 1))
             order = np.lexsort((lanes, steps))
-            rows = [np.concatenate(each)[order] for each in zip(*(rows for *_, rows in self._final), strict=True)]
+            rows = [np.concatenate(leaf)[order] for leaf in zip(*(rows for *_, rows in self._final), strict=True)]
             self._final = [(steps[order], lanes[order], rows)]
         if self._waits:
             return super().deliver(outputs)
-        for store, own in zip(self._delivered, self._memory, strict=False):
-            store[...] = own[:length]
+        for store, column in zip(self._delivered, self._memory, strict=False):
+            store[...] = column[:length]
         beyond, self.ended = slice(length, int(self._made.max()) + 1), True
         self._simulation.carried = Carried(
             self._made - length,
-            [each[beyond].copy() for each in self._memory],
+            [column[beyond].copy() for column in self._memory],
             {path: column[beyond].clone() for path, column in outputs.items()},
         )
         delivered = {path: column[:length] for path, column in outputs.items()}
@@ -218,47 +218,47 @@ class OwnPaceStepper(HostStepper):
 
 
 class LanesActor(Actor):
-    """A policy of which each lane is at a step of its own: one call of all lanes each time, as for a single step.
+    """Acts for lanes that are each at their own step, by calls of the policy for all lanes, as for single steps.
 
-    Calls of a policy without a memory share an actor, as many as a lane is sure to need: what an actor does at its end,
-    such as log-probabilities and checks, is done for all of them at once.
+    If the policy has no recurrent state, as many calls as every lane is sure to need share an actor: its work at the
+    end, such as log-probabilities and checks, is then done for all of these calls at once.
     """
 
     def __init__(
-        self, policy: Policy, inputs: ActorInputs, held: Columns, early: Tensor | None, random_left: int, length: int
+        self, policy: Policy, inputs: ActorInputs, carried: Columns, early: Tensor | None, random_left: int, length: int
     ) -> None:
         self._policy, self._inputs, self._state = policy, inputs, inputs.policy_state
         self._early, self._random_left, self._length = early, random_left, length
         self._remembers = policy.remembers(inputs.policy_state)
         self._every, self._columns = torch.arange(inputs.num_envs), Columns()
-        self._actors: dict[int, Any] = {}  # by the number of calls that share each
-        self._actor: Any = None  # of the calls under way
-        self._noise: Any = None  # of these [k, P, ...], a row before each
-        self._calls: list[tuple[Tensor, Tensor]] = []  # of those that were made: the steps, and the lanes that made one
-        self._draws: NoDraws | None = None  # of the first call
-        for path, rows in held.items():
+        self._actors: dict[int, Any] = {}  # by the number of calls that share one
+        self._actor: Any = None  # for the current calls
+        self._noise: Any = None  # of these [k, P, ...]; each row is written before its call
+        self._calls: list[tuple[Tensor, Tensor]] = []  # those already made: the steps, and the lanes that made them
+        self._draws: NoDraws | None = None  # checks that the first call draws from no generator of Torch
+        for path, rows in carried.items():
             self._column(path, rows)[: len(rows)] = rows
 
     def _column(self, path: Path, rows: Tensor) -> Tensor:
-        """The memory [T, P, ...] of an output, of which `rows` are [k, P, ...]."""
+        """The memory [T, P, ...] of an output with rows like `rows` [k, P, ...]."""
         if path not in self._columns:
             self._columns[path] = rows.new_empty(self._inputs.length, *rows.shape[1:])
         return self._columns[path]
 
     def _open(self, made: Any, noise: Tensor | None) -> None:
-        """Bind the policy to the next calls; `noise` [P, ...] is that of the first."""
+        """Bind the policy to the next calls; `noise` [P, ...] is for the first of them."""
         shared = self._actors and not self._remembers and self._early is None and self._actors[1].reads_late
         most = min(_SHARED, self._length - int(made.min())) if shared else 1
         self._count = count = 1 << most.bit_length() - 1
         self._noise = noise if noise is None else noise.expand(count, *noise.shape).clone()
-        given = self._inputs._replace(policy_state=self._state, noise=self._noise, length=count)
-        if count not in self._actors or not self._actors[count].again(given):
-            self._actors[count] = self._policy.actor(given)
+        inputs = self._inputs._replace(policy_state=self._state, noise=self._noise, length=count)
+        if count not in self._actors or not self._actors[count].again(inputs):
+            self._actors[count] = self._policy.actor(inputs)
         self._actor = self._actors[count]
 
     @override
     def act(self, t: Any) -> Any:
-        """The action [P, ...] for the pair of the steps [P] and the lanes that make theirs; the other rows are void."""
+        """The actions [P, ...], valid only in the lanes that act; `t` is a pair: the steps [P], and these lanes."""
         made, lanes = t
         steps, some = torch.from_numpy(made).clamp(max=self._inputs.length - 1), torch.tensor(lanes)
         noise = None if self._inputs.noise is None else self._inputs.noise[steps, self._every]
@@ -280,14 +280,14 @@ class LanesActor(Actor):
             put_random(outputs, drawn, head_of(self._policy), self._inputs.spec, (0, random))
             action = outputs["action",][0]
         self._keep(outputs)
-        if self._remembers:  # the next state of these lanes, and that of the others as it was
+        if self._remembers:  # the next state for these lanes, the old one for the others
             self._state = select_state(self._policy, self._mask(lanes), state, self._state)
         return action
 
     def _keep(self, outputs: Columns) -> None:
-        """Write the outputs of the calls, of the lanes that took part, to their steps."""
-        steps, lanes = (torch.cat(each) for each in zip(*self._calls, strict=True))
-        calls = torch.arange(len(self._calls)).repeat_interleave(torch.tensor([len(each) for each, _ in self._calls]))
+        """Write the outputs of the calls to the steps that they were made for, in the lanes that acted."""
+        steps, lanes = (torch.cat(parts) for parts in zip(*self._calls, strict=True))
+        calls = torch.arange(len(self._calls)).repeat_interleave(torch.tensor([len(made) for made, _ in self._calls]))
         for path, rows in outputs.items():
             self._column(path, rows)[steps, lanes] = rows[calls, lanes]
         self._calls.clear()
@@ -307,15 +307,15 @@ class LanesActor(Actor):
         return self._state, self._columns
 
 
-def _check(policy: Policy, noise: Noise | None) -> None:
+def _check_lanes_apart(policy: Policy, noise: Noise | None) -> None:
     """Raise PolicyError for a policy whose data would depend on which lanes answer first."""
     if noise is not None and noise.kind == "key":
         raise PolicyError(
             "the policy takes `key`, that of the first lane, which may be at another step than the others, expected "
             f"noise of each lane: take `keys`, or a head, or {MEND}"
         )
-    for each in policy.policies.values() if isinstance(policy, GroupPolicy) else ():
-        _check(each, None)
+    for member in policy.policies.values() if isinstance(policy, GroupPolicy) else ():
+        _check_lanes_apart(member, None)
     module = policy.module if isinstance(policy, TorchBacked) else None
     for part in module.modules() if isinstance(module, nn.Module) else ():
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training:

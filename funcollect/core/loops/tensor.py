@@ -1,6 +1,6 @@
-"""The loops over environments written in Torch: states are values, all lanes step at once.
+"""The loops over environments written in Torch: states are values, and all lanes step at once.
 
-`run_captured` runs CUDA graphs of 32 steps of policy, environment and columns. A graph repeats kernels, and nothing
+`run_captured` runs CUDA graphs of 32 steps of policy, environment and columns. A graph repeats kernels, but nothing
 that Python did around them. So all that changes between launches is an argument: lanes, keys, parameters, exploration.
 """
 
@@ -37,7 +37,7 @@ from funcollect.tree import NAMESPACE, Path, select
 Start = tuple[Any, dict[Path, Tensor]]  # state and observation [P, ...] at the start of an episode
 
 STEPS = 32  # of one graph
-_MOST_GRAPHS = 8  # that a policy keeps
+_MOST_GRAPHS = 8  # cached for a policy
 _ENDS = NEXT_FLAGS[:2]
 
 
@@ -70,7 +70,7 @@ def _differing(one: Any, other: Any) -> str:
     def form(leaf: Any) -> Any:
         return getattr(leaf, "dtype", type(leaf)), *getattr(leaf, "shape", ())
 
-    forms: Any = [optree.tree_map(form, each, namespace=NAMESPACE) for each in (one, other)]
+    forms: Any = [optree.tree_map(form, tree, namespace=NAMESPACE) for tree in (one, other)]
     return "" if forms[0] == forms[1] else f"{forms[0]}, then {forms[1]}"
 
 
@@ -86,7 +86,7 @@ def _begin(env: TorchEnv, keys: LaneKeys, params: Any) -> Start:
 
 
 def by_path(env: TorchEnv | DeviceEnv, observation: Any) -> dict[Path, Tensor]:
-    """Return the leaves of an observation by their keys in a batch; EnvError if it lacks its space's structure."""
+    """Return the leaves of an observation by their keys in a batch; EnvError unless it has its space's structure."""
     leaves = leaves_of(env, observation, f"the observation of {type(env).__name__}")
     return {leaf.path: value for leaf, value in leaves}
 
@@ -114,18 +114,18 @@ def _check_tensor(env: TorchEnv | DeviceEnv, name: str, value: Any, shape: tuple
 
 
 def reads_wait(device: torch.device) -> bool:
-    """Whether to read a tensor of this device is to wait for all work on it, so that the loop reads none."""
+    """Whether reading a tensor of this device would wait for all work on it, so that a loop must not do it."""
     return device.type != "cpu"
 
 
 def as_read(env: TorchEnv | DeviceEnv, policy: Policy, root: dict[Path, Tensor]) -> Any:
-    """Return the memory that a policy reads, in the space's structure. On the CPU, JAX reads NumPy faster."""
+    """Return the memory `root` in the space's structure, as the policy reads it: on the CPU, JAX reads NumPy faster."""
     in_numpy = policy.backend != "torch" and env.device.type == "cpu"
     return assemble(env.observation_space, {path: row.numpy() if in_numpy else row for path, row in root.items()})
 
 
 class TensorLanes(NamedTuple):
-    """All lanes between two steps, everything that a loop continues from: a pytree whose tensors are [P, ...]."""
+    """All lanes between two steps, with everything that a loop needs to continue: a pytree of tensors [P, ...]."""
 
     env_state: Any
     env_params: Any
@@ -140,16 +140,16 @@ class TensorLanes(NamedTuple):
 
     @classmethod
     def of(cls, state: CollectorState, keys: Any = None) -> TensorLanes:
-        """The lanes of a state, with these keys to starts and to steps; None for those that follow from its own key."""
+        """The lanes of a state, with these keys to starts and to steps, or for None those that follow from its key."""
         if keys is None:
             purposes = Purpose.RESET, Purpose.DYNAMICS
             keys = [LaneKeys.of(state.key, purpose, state.lane, 0).keys for purpose in purposes]
-        own = state.env_state, state.env_params, dict(state.observation), state.lane, state.episode, state.step
-        return cls(*own, state.terminated | state.truncated, state.steps_made, *keys)
+        fields = state.env_state, state.env_params, dict(state.observation), state.lane, state.episode, state.step
+        return cls(*fields, state.terminated | state.truncated, state.steps_made, *keys)
 
 
 class TensorStepper(Stepper):
-    """The stepper of environments whose lanes are tensors; `state` is only needed for the batch."""
+    """Steps environments whose lanes are tensors; `state` is needed only for the batch."""
 
     def __init__(
         self, env: Any, policy: Policy, state: Any, request: Request, lanes: TensorLanes, limit: int | None = None
@@ -171,7 +171,7 @@ class TensorStepper(Stepper):
         return True
 
     def _prepare(self, lanes: TensorLanes) -> None:
-        columns, count = self._turn(self.root, self.root), len(self.root)
+        columns, count = self._turn_page(self.root, self.root), len(self.root)
         self._reward, self._terminated, self._truncated = columns[-1], self.book.terminated, self.book.truncated
         self.roots, self._nexts = [*zip(columns, self.root.values())], columns[count:-1]  # noqa: B905
         self._lanes, self._env_state, self._episode = lanes, lanes.env_state, lanes.episode
@@ -196,7 +196,7 @@ class TensorStepper(Stepper):
 
     @override
     def step(self, t: int, action: Any) -> Tensor | None:
-        """See `Stepper`; the lanes that began another episode are a mask [P]."""
+        """See `Stepper`; the lanes that began another episode are returned as a mask [P]."""
         env, restarting = self.env, self.request.reset_when_done
         with torch.no_grad():
             # a copy, since an environment's state may keep it
@@ -243,7 +243,7 @@ class TensorStepper(Stepper):
         return observed
 
     def _restart(self, t: int, done: Tensor) -> Tensor | None:
-        """Begin other episodes in the lanes of the mask `done` [P]; return it, or None if it is read, and empty."""
+        """Begin other episodes in the lanes of the mask `done` [P]; return it, or None if it was read and is empty."""
         if not self.waits and not bool(done.any()):
             return None
         self.ended, lanes = True, self._lanes
@@ -262,7 +262,7 @@ class TensorStepper(Stepper):
 
 
 class _Before(NamedTuple):
-    """What a graph reads: where its steps begin, and what holds for them."""
+    """The arguments of a graph: the lanes before its steps, and what the steps depend on."""
 
     lanes: TensorLanes
     recurrent: Any
@@ -272,9 +272,9 @@ class _Before(NamedTuple):
 
 
 class _After(NamedTuple):
-    next: _Before  # where the next steps begin: mostly the memory that the graph reads, so that nothing is copied
+    next: _Before  # the arguments for the next steps: mostly the memory that the graph reads, so that no copy is needed
     columns: dict[Path, Tensor]  # [K, P, ...]
-    recorded: list[Tensor]  # of the policy
+    recorded: list[Tensor]  # [K, P, ...], by the policy's actor
 
 
 def run_captured(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
@@ -285,8 +285,8 @@ def run_captured(env: TorchEnv, policy: Policy, state: CollectorState, request: 
     stepper = Stepper(env, policy, state, request)
     stepper.observation = as_read(env, policy, dict(state.observation))
     inputs = inputs_of(stepper, None)
-    if inputs.policy_state.recurrent is not None:  # which a graph cannot copy from the host
-        policy_state, initial_state = (each.on(env.device) for each in (inputs.policy_state, inputs.initial_state))
+    if inputs.policy_state.recurrent is not None:  # a graph cannot copy it from the host
+        policy_state, initial_state = (part.on(env.device) for part in (inputs.policy_state, inputs.initial_state))
         inputs = inputs._replace(policy_state=policy_state, initial_state=initial_state)
     before: Any = _before(env, policy, state, inputs)
     generator, columns, recorded = inputs.policy_state.generator.clone(), dict[Path, Tensor](), list[Tensor]()
@@ -305,8 +305,8 @@ def run_captured(env: TorchEnv, policy: Policy, state: CollectorState, request: 
         memory = {path: column[None] for path, column in columns.items()}
         book = Book(memory, ends, single=env.num_envs is None, request=request)
         counters, batch = deliver(state, request, book, next(book.pages), actor.outputs_of(recorded))
-        own: Any = (before.lanes.env_state, before.lanes.observation, before.recurrent)
-        env_state, observation, recurrent = optree.tree_map(torch.clone, own, namespace=NAMESPACE)
+        in_graph: Any = (before.lanes.env_state, before.lanes.observation, before.recurrent)
+        env_state, observation, recurrent = optree.tree_map(torch.clone, in_graph, namespace=NAMESPACE)
     return state.replace(
         env_state=env_state,
         observation=observation,
@@ -330,13 +330,13 @@ def _before(env: TorchEnv, policy: TorchPolicy, state: CollectorState, inputs: A
 def _launch(
     env: TorchEnv, policy: TorchPolicy, request: Request, length: int, inputs: ActorInputs, before: Any
 ) -> tuple[_After, TorchActor]:
-    """Make `length` steps by a graph: one of those that the policy keeps, or a new one."""
+    """Make `length` steps by a graph: one that is cached for the policy, or a new one."""
     leaves, treedef = optree.tree_flatten(before, namespace=NAMESPACE)
     function = None if isinstance(policy.module, nn.Module) else policy.module
-    which = (origin_of(env), length, request.step_options(env), function, policy.settings)
+    cache_key = (origin_of(env), length, request.step_options(env), function, policy.settings)
     graphs: list[tuple[Any, CudaGraph[tuple[_After, TorchActor]]]] = memo_of(policy).setdefault("graphs", [])
     for kept, graph in graphs:
-        if kept == which and graph.fits(leaves, treedef):
+        if kept == cache_key and graph.fits(leaves, treedef):
             return graph(leaves)
     request = replace(request, length=length, columns=NOWHERE)
     try:
@@ -345,14 +345,14 @@ def _launch(
         what = f"compile='cudagraph' cannot capture the steps of {env!r} with this policy ({shown(error, 300)})"
         mend = "read no value of a tensor on the host and make none there, or leave compile out"
         raise LoweringError(f"{what}: {mend}") from error
-    graphs[:] = [*graphs[1 - _MOST_GRAPHS :], (which, graph)]
+    graphs[:] = [*graphs[1 - _MOST_GRAPHS :], (cache_key, graph)]
     return graph(leaves)
 
 
 def _steps(
     env: TorchEnv, policy: TorchPolicy, request: Request, inputs: ActorInputs, before: _Before
 ) -> tuple[_After, TorchActor]:
-    """Make the steps of one graph; return its results, and the actor, which knows the outputs by name."""
+    """Make the steps of one graph; return its results, and the actor, which names the outputs."""
     stepper = TensorStepper(env, policy, None, request, before.lanes, step_limit(env, request))
     stepper.begin()
     noise = policy.noise(env.action_spec)
@@ -373,6 +373,6 @@ def _steps(
             lanes=stepper.lanes(), recurrent=actor.recurrent, tensors=before.tensors | policy.buffers()
         )
         ends = dict(zip(_ENDS, (stepper.book.terminated, stepper.book.truncated), strict=True))
-        own = dict(zip(stepper.book.paths, stepper.page.columns))  # noqa: B905  (the counters' follow)
-        columns = {**stepper.infos, **own, **ends}
+        recorded = dict(zip(stepper.book.paths, stepper.page.columns))  # noqa: B905  (the counters' paths follow)
+        columns = {**stepper.infos, **recorded, **ends}
         return _After(written(before, following), columns, actor.recorded()), actor

@@ -1,4 +1,4 @@
-"""The columns of a traced rollout: what every step records, memory for it, rows in few arrays, batches in Torch."""
+"""The columns of a traced rollout: what each step records, memory for it, packed rows, and batches in Torch."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from funcollect.trajectories.split import LANE, STEP, TRAJECTORY_IDS, check_time
 from funcollect.tree import Path, flatten, form_of
 
 Dtypes = dict[Path, torch.dtype]
-Packed = dict[str, Any]  # arrays [R] of a row, or [T, R] of columns, by the name of their dtype; and the large leaves
-_LARGE = 1 << 22  # bytes of a leaf: to write them takes longer than a kernel does by itself
-_SMALL = 1 << 17  # bytes of columns
-_AS_TENSORS = 64  # bytes: each such column begins at a multiple, since Torch's bits depend on the alignment
-_ALIGNED = 16  # bytes: each leaf begins at a multiple, so that Torch can view two words as an int64
+Packed = dict[str, Any]  # by dtype name, arrays [R] of a row or [T, R] of columns; and the large leaves by themselves
+_LARGE = 1 << 22  # bytes of a leaf that is not packed: to write it takes longer than to launch a kernel
+_SMALL = 1 << 17  # bytes of all columns of a rollout, up to which they are packed
+_AS_TENSORS = 64  # bytes: packed columns begin at multiples, since Torch's results depend on the alignment
+_ALIGNED = 16  # bytes: leaves of a packed row begin at multiples, so that Torch can view two words as an int64
 
 _EPISODE = ("collector", "episode")
 _CONSTANT = [LANE, ("collector", "policy_version")]  # the same at every step
@@ -39,22 +39,22 @@ _DONE = ("next", "done")
 
 
 def recorded_step(config: StepConfig, bound: Any, state: Traced, keys: RunKeys) -> tuple[Traced, Row]:
-    """Do what `step` does, and return the row as a loop's columns hold it, with 64-bit integers as words."""
+    """Do what `step` does, and return the row as columns hold it: 64-bit integers as words, with trajectory ids."""
     after, row = step(config, bound, state, keys)
     row = _widen(row, dtypes=dtypes_of(config.env), total_lanes=state.total_lanes)
-    omitted = ROOT_FLAGS if config.options.reset_when_done else []  # which are False in every row then
+    omitted = ROOT_FLAGS if config.options.reset_when_done else []  # which would be False in every row
     return after, {path: value for path, value in row.items() if path not in omitted}
 
 
 def recorded_row(config: StepConfig, bound: Any, state: Traced) -> Row:
-    """Return the shapes and dtypes of the row that a step records, without the constant columns."""
+    """Return the shapes and dtypes of the row that a step records, without the entries of constant columns."""
     keys = run_keys(state.key, state.lane)
     _, row = import_jax().eval_shape(partial(recorded_step, config), bound, state, keys)
     return {path: leaf for path, leaf in row.items() if path not in _CONSTANT}
 
 
 def bucket(length: int) -> int:
-    """Return the number of rows to reserve for `length`. Lengths within an eighth share a compiled program.
+    """Return the number of rows to reserve for `length`: lengths within an eighth share a compiled program.
 
     It is at least two: XLA turns a write into a single row into a copy, and may then round the step differently.
 
@@ -74,14 +74,14 @@ def constant_columns(state: Traced, capacity: int) -> Row:
 
 
 def memory(config: StepConfig, bound: Any, state: Traced, capacity: int) -> tuple[Row, Row]:
-    """Trace columns of zeros for `recorded_row`, and the constant ones."""
+    """Trace the columns [capacity, P, ...]: zeros for the leaves of `recorded_row`, and the constant ones."""
     zeros, row = import_jax().numpy.zeros, recorded_row(config, bound, state)
     columns = {path: zeros((capacity, *leaf.shape), leaf.dtype) for path, leaf in row.items()}
     return columns, constant_columns(state, capacity)
 
 
 def write_row(columns: dict[Any, Any], row: dict[Any, Any], t: Any) -> dict[Any, Any]:
-    """Trace the columns with row `t` written; a row may have keys without a column."""
+    """Trace the columns with `row` written at index `t`; keys of the row without a column are ignored."""
     write = import_jax().lax.dynamic_update_index_in_dim
     return {path: write(column, row[path], t, 0) for path, column in columns.items()}
 
@@ -97,7 +97,7 @@ def dtypes_of(env: JaxEnv) -> Dtypes:
 
 
 def _widen(row: Row, *, dtypes: Dtypes, total_lanes: int) -> Row:
-    """Trace 64-bit integers, as words [..., 2] of int32 if JAX has no int64, and trajectory ids from episodes."""
+    """Trace the row with 64-bit integers, as int32 words [..., 2] if JAX has no int64, and ids in place of episodes."""
     ids = words.trajectory_ids(row[LANE], row[_EPISODE], total_lanes)
     wide = {path: words.int64(value) for path, value in row.items() if dtypes.get(path) == torch.int64}
     return {path: value for path, value in (row | wide).items() if path != _EPISODE} | {TRAJECTORY_IDS: ids}
@@ -114,11 +114,11 @@ def _whole(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes: int | None = None) -> TensorDict:
-    """Return the batch of the result of `funcollect.traced.rollout`, in new memory.
+    """Return the result of `funcollect.traced.rollout` as a batch, in new memory.
 
-    Of `arrays` ``[*B, T, P, ...]``, where a rollout under `vmap` has leading dimensions, it is a locked TensorDict
+    `arrays` are ``[*B, T, P, ...]``; a rollout under `vmap` has leading dimensions. The batch is a locked TensorDict
     ``[*B, P, T]``, or ``[*B, T]`` for an `env` without a batch dimension. Arrays on several devices are gathered on the
-    first. `env` gives integers the dtypes of its spaces; without it, integer actions are int64. Trajectory ids follow
+    first. Integers get the dtypes of the spaces of `env`; without it, integer actions are int64. Trajectory ids follow
     from the state's `total_lanes`, P by default. Raises ValueError for arrays that lack a key or the time dimension.
 
     >>> import jax, funcollect as fc
@@ -140,7 +140,7 @@ def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes
     columns = _widening(frozenset(dtypes.items()), total_lanes or flat[_DONE].shape[-1])(flat)
     devices = {device for column in columns.values() for device in column.sharding.device_set}
     if len(devices) > 1:  # DLPack does not support several
-        columns = import_jax().device_put(columns, min(devices, key=lambda each: each.id))
+        columns = import_jax().device_put(columns, min(devices, key=lambda device: device.id))
     leaves = {path: torch_view(column) for path, column in columns.items()}
     single = env is not None and env.num_envs is None
     return as_batch(typed(leaves, dtypes), single=single, time=flat[_DONE].ndim - 2)
@@ -148,7 +148,7 @@ def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes
 
 @cache
 def _widening(dtypes: frozenset[tuple[Path, torch.dtype]], total_lanes: int) -> Any:
-    """`_widen` under `jit`, which compiles once for all batches of a run."""
+    """`_widen` under `jit`, cached so that it is compiled once for all batches of a run."""
     return import_jax().jit(partial(_widen, dtypes=dict(dtypes), total_lanes=total_lanes))
 
 
@@ -166,14 +166,14 @@ def _checked(arrays: Any) -> Row:
 
 
 class _Place(NamedTuple):
-    carrier: str  # the dtype of the array that holds it
-    first: int
+    carrier: str  # the dtype of the packed array that holds the leaf
+    first: int  # its first element there
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
 
 class PackedRows:
-    """The places of a row's leaves. All but large ones share an array of integers with others of the same size."""
+    """Packs a row: all leaves but large ones share an array of integers with leaves of the same element size."""
 
     def __init__(self, row: Row) -> None:  # of arrays, or their shapes and dtypes
         self._places: dict[Path, _Place] = {}
@@ -229,9 +229,9 @@ def _leaf(columns: Tensor, place: _Place) -> Tensor:
 
 @dataclass(frozen=True)
 class Places:
-    """Where columns lie in an array of bytes: by path the first byte, and the shape and dtype in NumPy and Torch."""
+    """Where columns lie in an array of bytes."""
 
-    of: tuple[tuple[Path, int, tuple[int, ...], torch.dtype], ...]
+    of: tuple[tuple[Path, int, tuple[int, ...], torch.dtype], ...]  # path, first byte, shape and dtype of each column
     size: int  # bytes
 
 
@@ -239,7 +239,7 @@ with_jax(lambda jax: jax.tree_util.register_static(Places))
 
 
 def packed(columns: Row) -> tuple[Row, None] | tuple[Any, Places]:
-    """Trace small columns as one array of bytes, and return their places: to view an array in Torch takes 6 us."""
+    """Trace small columns as one array of bytes, and return their places; each view of an array in Torch takes 6 µs."""
     jax = import_jax()
     small = sum(column.nbytes for column in columns.values()) <= _SMALL
     if not small or any(column.dtype.kind == "c" for column in columns.values()):
@@ -260,16 +260,16 @@ class View(NamedTuple):
 
     read: torch.dtype
     place: tuple[torch.Size, tuple[int, ...], int]  # size, stride, and the first element
-    dtype: torch.dtype  # that it has in a batch
+    dtype: torch.dtype  # of the leaf in a batch
 
     def of(self, arrays: Mapping[torch.dtype, Tensor]) -> Tensor:
-        """The leaf, from the array in each dtype."""
+        """The leaf, from views of the array in each dtype that is read."""
         leaf = arrays[self.read].as_strided(*self.place)
         return leaf if self.dtype is self.read else leaf.to(self.dtype)
 
 
 class BatchOfBytes:
-    """The batch of a rollout whose columns are packed: where its leaves lie is worked out once, without memory."""
+    """Makes batches from packed columns; where the leaves lie is worked out once, on Torch's meta device."""
 
     def __init__(self, places: Places, env: JaxEnv, outputs: Sequence[Path], request: Request) -> None:
         dtypes = dtypes_of(env)
@@ -290,7 +290,7 @@ class BatchOfBytes:
         self._dtypes = {each.read for each in (*self._outputs.values(), self._reward, *self._views.values())}
 
     def of(self, memory: Tensor, finish: Callable[[Columns], Columns]) -> TensorDict:
-        """The batch over the packed columns, checked, with the policy's outputs as it finishes them."""
+        """The checked batch over packed columns; `finish` completes the policy's outputs."""
         arrays = {dtype: memory.view(dtype) for dtype in self._dtypes}
         outputs = finish({path: view.of(arrays) for path, view in self._outputs.items()})
         check_reward(self._reward.of(arrays))

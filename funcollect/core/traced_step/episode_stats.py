@@ -15,11 +15,11 @@ from funcollect.trajectories.split import check_time_first
 
 Batch = Mapping[str, Any]  # nested, of JAX arrays
 
-_MOST = 2**31 - 1  # where the step counter of a lane stays
+_MOST = 2**31 - 1  # steps of one trajectory: step counters saturate here
 
 
 class OpenEpisodes(NamedTuple):
-    """The episodes of P lanes in which a batch ends."""
+    """The episodes that P lanes are in at the end of a batch."""
 
     episode: Any  # [P] int32: the number of the lane's latest episode
     length: Any  # [P] int32: its frames so far; -1 if some are missing
@@ -27,7 +27,7 @@ class OpenEpisodes(NamedTuple):
 
 
 class TracedEpisodeStats(NamedTuple):
-    """Episodes that ended, a pytree of JAX arrays; the arrays are 0 where `ended` is False.
+    """Statistics of episodes that ended: a pytree of JAX arrays, which are 0 where `ended` is False.
 
     Attributes:
         returns: undiscounted returns, in the dtype of rewards; a further dimension for several players.
@@ -67,8 +67,8 @@ class TracedEpisodeStats(NamedTuple):
 def episode_stats(batch: Batch, previous: TracedEpisodeStats | None = None) -> TracedEpisodeStats:
     """Return the returns and lengths of the episodes that end in a batch, including their frames in earlier batches.
 
-    They are arrays ``[T, P]``, where `ended` is True in the last frame of each episode. Results do not depend on how a
-    run is cut. Episodes with missing frames are omitted, and frames that repeat a finished lane.
+    They are arrays ``[T, P]``, with `ended` True in the last frame of each episode. Results do not depend on how a run
+    is cut into batches. Episodes with missing frames are omitted, and so are frames that repeat a finished lane.
 
     Raises:
         TypeError: if `batch` is no result of `rollout`, or `previous` not that of this function for the batch before.
@@ -101,9 +101,9 @@ def episode_stats(batch: Batch, previous: TracedEpisodeStats | None = None) -> T
 
 
 def no_stats(state: CollectorState, length: int) -> TracedEpisodeStats:
-    """Return the statistics of no episode, in the form of those of a rollout of `length` steps, to begin a `scan` with.
+    """Return the statistics of no episode, shaped like those of a rollout of `length` steps, to begin a `scan` with.
 
-    `state` is that of one run's lanes before the rollout, of which the shapes are read. Raises ValueError for a length
+    `state` is the state of one run before the rollout, of which only shapes are read. Raises ValueError for a length
     below 1.
 
     >>> import jax, funcollect as fc
@@ -117,12 +117,12 @@ def no_stats(state: CollectorState, length: int) -> TracedEpisodeStats:
     check_positive("length", length)
     repeat, rows = import_jax().numpy.broadcast_to, import_jax().numpy.zeros_like(state.returns)
     empty = (repeat(row, (length, *row.shape)) for row in (rows, state.lane * 0, state.lane != state.lane))
-    returns, lengths, ended = empty  # which vary over a mesh, as those of rollouts
+    returns, lengths, ended = empty  # which vary over a mesh, like the statistics of rollouts
     return TracedEpisodeStats(returns, lengths, ended, nothing_open(state.episode, rows))
 
 
 class Frame(NamedTuple):
-    """What is read of a batch, [T, P], or of one step, [P]."""
+    """The columns of a batch [T, P], or of one step [P], that statistics are computed from."""
 
     episode: Any
     step: Any
@@ -132,13 +132,13 @@ class Frame(NamedTuple):
 
 
 def frame_of(batch: Batch) -> Frame:
-    """Return what `after_frame` reads."""
+    """Return the columns that `after_frame` reads."""
     counters, after = batch["collector"], batch["next"]
     return Frame(counters["episode"], counters["step"], after["reward"], after["done"], ~batch["done"])
 
 
 def nothing_open(episode: Any, reward: Any) -> OpenEpisodes:
-    """Return the open episodes [P] before a run's first frame: none is known."""
+    """Return the open episodes [P] of lanes whose earlier frames are not known."""
     jnp = import_jax().numpy
     return OpenEpisodes(episode, jnp.full_like(episode, -1), jnp.zeros_like(reward))
 
@@ -159,7 +159,7 @@ def _rows(batch: Any) -> Frame:
 
 
 def after_frame(open_: OpenEpisodes, row: Frame) -> tuple[OpenEpisodes, tuple[Any, Any, Any]]:
-    """Return the open episodes after a frame, and returns, lengths and flags [P] of those that end in it."""
+    """Return the open episodes after a frame, and the returns, lengths and flags [P] of the episodes that end in it."""
     jnp, select, nothing = import_jax().numpy, jax_numerics().select, import_jax().numpy.zeros_like(row.reward)
     begins = row.step == 0
     whole = begins | ((row.episode == open_.episode) & (open_.length == row.step))

@@ -1,4 +1,4 @@
-"""One step of all lanes of a JAX environment, traced: the body of every fused loop."""
+"""One traced step of all lanes of a JAX environment: the body of every loop over such environments."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ Traced = Any  # a CollectorState of JAX arrays
 
 SPARES = 2  # episodes that a lane can begin in one block of steps, unless starts are made at every step
 _COSTLY = {"while", "scan", "cond", "sort", "custom_call", "pure_callback", "io_callback", "ffi_call"}
-_MOST_OPERATIONS = 300  # of a reset that is made at every step; on a GPU they are one kernel with the rest of the step
+_MOST_OPERATIONS = 300  # of a reset made at every step; on a GPU they are one kernel with the rest of the step
 _MOST_STEPS = 2**31 - 1  # of one trajectory: step counters saturate here
 _PURPOSES = (Purpose.NOISE, Purpose.RANDOM_ACTION, Purpose.DYNAMICS, Purpose.RESET)
 
 
 class RunKeys(NamedTuple):
-    """The lanes' keys, which do not change during a run: the words of each purpose and lane, uint32 [4, P]."""
+    """The lanes' keys, which do not change during a run: two words of each purpose and lane."""
 
-    first: Any
-    second: Any
+    first: Any  # uint32 [4, P], by `_PURPOSES` and lane
+    second: Any  # likewise
 
     def of(self, purpose: Purpose) -> Pair:
         """The lanes' keys [P] for a purpose."""
@@ -50,12 +50,12 @@ class RunKeys(NamedTuple):
         return self.first[at], self.second[at]
 
     def at(self, purpose: Purpose, high: Any, low: Any) -> Any:
-        """The lanes' keys [P, 2] for the step, or the episodes, with the number of these words."""
+        """The lanes' keys [P, 2] for the step or the episodes whose number has these two words."""
         return import_jax().numpy.stack(hashed_in_jax(self.of(purpose), high, low), -1)
 
 
 def run_keys(key: Any, lane: Any) -> RunKeys:
-    """The keys of a run from its key [2] and its lanes [P]: all with two hashes, since XLA compiles each."""
+    """The keys of a run from its key [2] and its lanes [P], by only two hashes, because XLA compiles each one."""
     by_purpose = hashed_in_jax((key[0], key[1]), np.uint32(0), np.array(_PURPOSES, np.uint32)[:, None])
     return RunKeys(*hashed_in_jax(by_purpose, np.uint32(0), lane.astype(np.uint32)))
 
@@ -67,7 +67,7 @@ def where_lanes(mask: Any, chosen: Any, other: Any) -> Any:
 
 def varying(lane: Any, tree: Any) -> Any:
     """Return the pytree with leaves that depend on `lane`: in a `shard_map`, a loop rejects constants."""
-    return where_lanes(lane == lane, tree, tree)  # XLA removes this; JAX's own function has many names
+    return where_lanes(lane == lane, tree, tree)  # XLA removes this; JAX's own function changes its name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +76,15 @@ class StepConfig:
 
     env: JaxEnv
     policy: Policy
-    answer: TracedCall  # the policy's traced step, whose parameters are bound ones
+    answer: TracedCall  # the policy's traced step, called with `BoundParams`
     options: StepOptions
-    branches: bool = True  # whether branches are cheap; on a GPU or TPU each waits for the host
+    branches: bool = True  # whether to branch; on a GPU or TPU each branch waits for the host
 
     @classmethod
-    def of(cls, env: JaxEnv, policy: Policy, num_lanes: int, options: StepOptions, **own: bool) -> StepConfig:
+    def of(cls, env: JaxEnv, policy: Policy, num_lanes: int, options: StepOptions, branches: bool = True) -> StepConfig:
         """The configuration for a policy that can be traced."""
         answer = jax_policy.traced_policy(policy, env.action_spec, num_lanes, options.exploration_type)
-        return cls(env=env, policy=policy, answer=answer, options=options, **own)
+        return cls(env=env, policy=policy, answer=answer, options=options, branches=branches)
 
 
 def step(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -> tuple[Traced, Row]:
@@ -93,7 +93,7 @@ def step(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
     policy_state, outputs = _act(config, bound, state, keys)
     check_apart([(name,) for name in outputs], state.observation)
     moved = _move(config, state, outputs["action"], keys)
-    live = state.step < _MOST_STEPS  # the lanes whose step counter still counts
+    live = state.step < _MOST_STEPS  # the lanes whose step counter is not saturated
     if not config.options.reset_when_done:
         finished = state.terminated | state.truncated
         moved, live = _keep(env, state, moved, finished), live & ~finished
@@ -124,7 +124,7 @@ def step(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
 
 
 def _act(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -> tuple[Any, dict[str, Any]]:
-    """Return the policy's next state and its outputs; at the start of an episode it acts from its initial state."""
+    """Return the policy's next state and its outputs; where an episode begins it acts from its initial state."""
     observation = assemble(config.env.observation_space, state.observation)
     initial = config.policy.init(state.key, state.num_lanes)
     if difference := differing(state.policy_state, initial):
@@ -147,7 +147,7 @@ def _act(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
 def _random_start(
     config: StepConfig, state: Traced, keys: RunKeys, observation: Any, outputs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Replace the actions in the first `random_steps` steps. The policy still runs, for its other outputs."""
+    """Replace the actions in the first `random_steps` steps. The policy runs all the same, for its other outputs."""
 
     def randomly() -> dict[str, Any]:
         draw = drawing(keys.of(Purpose.RANDOM_ACTION), state.steps)
@@ -167,8 +167,8 @@ def _random_start(
 
 
 def _move(config: StepConfig, state: Traced, action: Any, keys: RunKeys) -> Transition:
-    own = keys.at(Purpose.DYNAMICS, state.steps[1], state.steps[0]), state.env_state.current, action
-    moved: Transition = call_in_lanes(partial(step_lane, config.env), state.env_params, *own)
+    arguments = keys.at(Purpose.DYNAMICS, state.steps[1], state.steps[0]), state.env_state.current, action
+    moved: Transition = call_in_lanes(partial(step_lane, config.env), state.env_params, *arguments)
     truncated = moved.truncated
     if (limit := config.options.limit) is not None:
         truncated = truncated | (state.step >= min(limit, _MOST_STEPS) - 1)
@@ -196,10 +196,10 @@ def by_path(env: JaxEnv, observation: Any) -> dict[Path, Any]:
 
 
 class SpareStarts(NamedTuple):
-    """The state of all lanes in a block of steps without a branch: see `funcollect.core.loops.blocks`."""
+    """The lanes' `env_state` in a block of steps without a branch: see `funcollect.core.loops.blocks`."""
 
     current: Any  # the environment's own state, a pytree [P, ...]
-    spares: tuple[Start, ...]  # of each lane's next episodes, in their order; none if starts are made at every step
+    spares: tuple[Start, ...]  # of each lane's next episodes, in order; empty if starts are made at every step
     since: Any  # [P] int32, the episodes that the lanes were in when the spares were made
 
 
@@ -231,7 +231,7 @@ def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
 
 
 def continue_from(env: JaxEnv, state: Traced, mask: Any, to: Any) -> Traced:
-    """Return the state whose lanes of `mask` [P] stand at environment states `to`, or at those in a pair with views."""
+    """Return the state in which the lanes of `mask` [P] are at the environment states in `to` (see `given_starts`)."""
     held, params = (state.env_state.current, dict(state.observation)), state.env_params
     given = given_starts(env, held, to, lambda observe, to: call_in_lanes(observe, params, to), differing, by_path)
     current, observation = where_lanes(mask, given, held)
@@ -239,13 +239,13 @@ def continue_from(env: JaxEnv, state: Traced, mask: Any, to: Any) -> Traced:
 
 
 def _kept_starts(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> tuple[Start, JaxEnvState]:
-    """Return the kept starts. If a lane needs one that has been used, make those of all lanes again."""
+    """Return the kept starts, and the lanes after using them; if a lane needs a used one, all are made again."""
     jax = import_jax()
     lanes: JaxEnvState = state.env_state
     refill = (mask & lanes.next_start_used).any()
 
     def start_anew() -> Start:
-        # The sum belongs inside the branch: outside of it, XLA makes a step of few lanes 1.5 times as long.
+        # The sum stays inside the branch: outside of it, XLA makes a step of few lanes 1.5 times as long.
         return begin(env, keys, state.lane, state.episode + 1, state.env_params)
 
     try:
@@ -260,10 +260,10 @@ def _kept_starts(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> tuple[
 
 
 def begin(env: JaxEnv, keys: RunKeys, lane: Any, episode: Any, params: Any) -> Start:
-    """Return state and observation [P, ...] at the start of the episodes: a function of key, lane and episode."""
-    which = episode if env.starts == "fresh" else episode * 0
-    own = keys.at(Purpose.RESET, np.uint32(0), which.astype(np.uint32))
-    env_state, observation = call_in_lanes(partial(reset_lane, env), params, own, coming=True)
+    """Return states and observations [P, ...] at the start of `episode` [P]: functions of key, lane and episode."""
+    number = episode if env.starts == "fresh" else episode * 0
+    lane_keys = keys.at(Purpose.RESET, np.uint32(0), number.astype(np.uint32))
+    env_state, observation = call_in_lanes(partial(reset_lane, env), params, lane_keys, coming=True)
     begun: Start = varying(lane, (without_weak_types(env_state), observation))
     return begun
 
@@ -279,11 +279,11 @@ def starts_are_cheap(env: JaxEnv, params: Any) -> bool:
 
 
 def operations(jaxpr: Any) -> Iterator[str]:
-    """Yield the names of all operations, those of inner functions included."""
+    """Yield the names of all operations of a program, including those of inner functions."""
     for equation in jaxpr.eqns:
         yield equation.primitive.name
         for value in equation.params.values():
-            for each in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(each, "jaxpr", each)
+            for part in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(part, "jaxpr", part)
                 if hasattr(inner, "eqns"):
                     yield from operations(inner)

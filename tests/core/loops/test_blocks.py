@@ -45,7 +45,7 @@ def blocks(monkeypatch):
 
 
 def lowered(env, policy, made_each_step):
-    """The programs of K steps for CUDA as text, alone and among others, each with how many leaves are donated to it."""
+    """The programs of K steps for CUDA, as the only block or one of several: text, and number of donated leaves."""
     state, request = fc.init(env, policy, seed=0), Request(length=100, random_steps=7)
     loop = over_jax.block_loop(env, policy, state, request, BlockOptions(made_each_step=made_each_step))
     bound = policy.prepare(None), traced_values(request.exploration)
@@ -63,7 +63,7 @@ def for_cuda(function, *arguments):
 
 
 def waits(text):
-    """How often a program's text has a loop, a branch, a call of the host, or one of a library by its name."""
+    """The numbers of loops, branches, calls of the host, and calls of a library (by name) in a program's text."""
     found = [*re.findall(r"stablehlo\.(while|case|if)\b", text), *re.findall(r"custom_call @(\w+)", text)]
     return {name: found.count(name) for name in found}
 

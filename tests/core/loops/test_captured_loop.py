@@ -28,7 +28,7 @@ CARTPOLE, PENDULUM = "torch/CartPole-v1", "torch/Pendulum-v1"
 
 
 class Counting(nn.Module):
-    """Keeps what it has seen in buffers, one written in place and one replaced, and acts by them."""
+    """Keeps observations in buffers, one written in place and one replaced, and acts by them."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The functions over an environment that counts: every batch is written down by hand."""
+"""The core functions over an environment that counts, so that every batch can be written down by hand."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Torch policies called at each step of JAX environments: the data that the fused loop would give."""
+"""Torch policies called at each step of JAX environments: the data are the same as from the fused loop."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ def cartpole():
 
 
 class ByHand(fc.PolicyBase):
-    """A policy of the protocol alone, with a state of its own."""
+    """A policy that only follows the protocol, with a state of its own kind."""
 
     backend, params = "torch", None
 

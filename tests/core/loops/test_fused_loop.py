@@ -21,7 +21,7 @@ from tests.support.compare import assert_same, bits, collect, compilations, fres
 from tests.support.envs.jax_counting import counting, counting_policy, plain_loop, reset
 from tests.support.running import SCALE, in_soak, once
 
-CUTS = [1, 2, 7, 64, 126]  # of lengths that tests share, so that JAX compiles few programs
+CUTS = [1, 2, 7, 64, 126]  # into lengths that tests share, so that JAX compiles few programs
 NUM_ENVS = (None, 1, 3, 8) if SCALE > 1 else (None, 3)
 
 
@@ -35,7 +35,7 @@ def cartpole(num_envs=None):
 
 @functools.cache
 def foretold(num_envs=None):
-    """Counting, with a policy whose answers can be written down."""
+    """The counting environment, with a policy whose outputs can be written down by hand."""
     return counting(num_envs), counting_policy()
 
 
@@ -69,7 +69,7 @@ def test_a_cut_of_the_run_does_not_show(make, num_envs):
 
 @pytest.mark.parametrize("starts", ["fresh", "cached"])
 def test_a_start_is_worked_out_only_where_an_episode_needs_it(starts):
-    """A dear reset is not paid on every step: once for all lanes, and then when a lane ends whose start is used up."""
+    """A costly reset is not made at every step: once for all lanes, and again when a lane has used up its start."""
     begun = []
 
     def counted(key, params):
@@ -145,7 +145,7 @@ def test_no_leaf_shares_memory_and_every_leaf_can_be_written(reset_when_done):
 
 
 def traced_policy():
-    """A policy with the list to which each trace of its function adds."""
+    """A policy, and the list to which each trace of its function adds an entry."""
     traces = []
     policy = fc.jax_policy(
         lambda params, x: traces.append(1) or x @ params, jnp.ones((4, 2)), head=fc.heads.categorical
@@ -161,7 +161,7 @@ FORMS = (jnp.asarray, np.asarray, committed, lambda weights: to_jax(torch.from_n
 
 
 def test_it_compiles_once():
-    """For parameters of JAX and NumPy, and for arrays that are committed to a device."""
+    """The same program serves parameters of JAX and NumPy, and arrays committed to a device."""
     env, (policy, traces) = cartpole(8)[0], traced_policy()
     fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)
     first = len(traces)
@@ -186,7 +186,7 @@ def test_it_compiles_once():
 
 
 def test_weak_types_compile_nothing_anew():
-    """A start of a weak type, which steps make strong, as brax's do; parameters likewise."""
+    """Starts have weak types, which steps make strong, as in brax; so do parameters."""
     env = fc.envs.from_functions(
         lambda key, params: (jnp.asarray(0.0), jnp.zeros(1)),
         lambda key, place, action, params: (place + jnp.float32(1), place[None], place, place > 5, False),

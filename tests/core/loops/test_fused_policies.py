@@ -1,4 +1,4 @@
-"""Policies in the fused loop: actions of every head and space, wrong answers, and what reads the environment."""
+"""Policies in the fused loop: actions of every head and space, wrong outputs, policies that read the environment."""
 
 import functools
 
@@ -23,14 +23,14 @@ DISCRETE = spaces.Discrete(3, start=4)
 
 @functools.cache
 def easy(box=False):
-    """Counting whatever the actions are, and random ones, for tests that differ by their policies alone."""
+    """Counting whatever the actions are, and random ones, for tests that differ only by their policies."""
     spec = ActionSpec(BOX if box else DISCRETE, False)
     env = counting(3, action_spec=spec, step=lambda key, place, _, params: step(key, place, 0, params))
     return env, fc.random_policy(env)
 
 
 class Walk(fc.envs.JaxEnvBase):
-    """Adds arrays of one rank and one dtype only, as all code has to under strict promotion."""
+    """Adds arrays of equal rank and dtype only, as strict promotion demands of all code."""
 
     observation_space = spaces.Box(-9, 9, (2,))
 
@@ -187,7 +187,7 @@ def test_a_recurrent_state_that_changes_its_dtype():
 
 
 class Wanting(fc.envs.JaxEnvBase):
-    """The reward is 1 for the action that the state wants, of which observations show nothing."""
+    """The reward is 1 for the action that the state asks for, which observations do not show."""
 
     observation_space, action_space = spaces.Box(0.0, 1.0, (1,)), spaces.Discrete(5)
 

@@ -1,4 +1,4 @@
-"""Simulators on the host whose policy is on a GPU: they read its actions, and batches are on the host."""
+"""Simulators on the host with a policy on a GPU: they read its actions, and batches are on the host."""
 
 from functools import partial
 
@@ -116,7 +116,7 @@ def test_batches_are_on_the_host_and_go_on(device, policy, spread):
     assert torch.equal(one["observation"][:, 0], lone["observation"][:, 0])
     assert scores["action_log_prob"].device.type == device
     torch.testing.assert_close(scores["action_log_prob"].cpu(), one["action_log_prob"], atol=1e-3, rtol=1e-3)
-    if policy is not in_tensordicts:  # which draws from the device's own generator
+    if policy is not in_tensordicts:  # that one draws from the device's own generator
         with fc.SyncDataCollector(env, policy("cpu"), **collector_of) as on_cpu:
             first = next(on_cpu)["action"][:, 0]
         torch.testing.assert_close(one["action"][:, 0], first, atol=1e-3, rtol=1e-3)

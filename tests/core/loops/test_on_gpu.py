@@ -1,4 +1,4 @@
-"""Loops whose host does not wait for the device: what the page "One GPU for JAX and Torch" says of them."""
+"""Loops that do not wait for the device, as the page "One GPU for JAX and Torch" states."""
 
 import gymnasium
 import pytest
@@ -19,7 +19,7 @@ CARTPOLE, PENDULUM = "torch/CartPole-v1", "torch/Pendulum-v1"
 
 @pytest.fixture
 def as_on_a_gpu(device, monkeypatch):
-    """Loops that do not read, on the CPU too."""
+    """Loops that read no tensor during a rollout, on the CPU too."""
     if device == "cpu":
         monkeypatch.setattr(over_jax, "waits_for_host", lambda place: True)
         monkeypatch.setattr(tensor, "reads_wait", lambda device: True)
@@ -30,10 +30,10 @@ def network(inputs, outputs, place, head, **kwargs):
 
 
 def twice(env, policy, before_the_second=lambda: None):
-    """Two batches of one run; what is made once, such as constants, is made in the first."""
+    """Two batches of one run; things that are made only once, such as constants, are made in the first."""
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), LENGTH)
     before_the_second()
-    vars(state).pop("opened", None)  # which has kept what may be patched now
+    vars(state).pop("opened", None)  # the open loop holds functions that may be patched now
     state, batch = fc.rollout(env, policy, state, LENGTH)
     fc.close(state)
     return batch

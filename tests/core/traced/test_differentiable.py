@@ -66,7 +66,7 @@ def module_of(inputs, outputs, kind=nn.Linear):
 
 
 def loss_of(batch):
-    """Of everything that carries a gradient."""
+    """A loss of all leaves that carry a gradient."""
     parts = [batch["next", "reward"], batch["action"] ** 2, 0.1 * batch["action_log_prob"]]
     return sum(part.mean() for part in parts) + batch["next", "observation"][..., -1, :].sin().sum()
 
@@ -110,7 +110,7 @@ def railway():
 
 
 def finite_difference(env, policy, module, direction, size=1e-2):
-    """The loss's slope along `direction`, by the program that gave the gradient."""
+    """The slope of the loss along `direction`, by the program that computed the gradient."""
     losses = []
     for sign in (1, -1):
         moved = {name: param + sign * size * direction[name] for name, param in module.named_parameters()}
@@ -122,7 +122,7 @@ def finite_difference(env, policy, module, direction, size=1e-2):
 
 
 class Noting(nn.Linear):
-    """Answers with an integer of 64 bits beside what the head reads."""
+    """Returns a 64-bit integer beside the values that the head reads."""
 
     def forward(self, x):
         loc, scale = super().forward(x).chunk(2, -1)
@@ -139,7 +139,7 @@ CASES = {
 
 @functools.cache
 def made(case):
-    """An environment, a module and its policy, the same ones for all tests, so that JAX compiles each once."""
+    """An environment, a module and its policy, shared by all tests, so that JAX compiles each once."""
     make, kind, head = CASES[case]
     env = make()
     module = module_of(*env.observation_space.shape, 2, kind)

@@ -19,7 +19,7 @@ from tests.support.compare import assert_same, collect, leaves
 from tests.support.envs.jax_counting import counting, counting_policy, reset, step
 from tests.support.running import ROOT, in_soak
 
-KEY = jnp.array([0, 7], jnp.uint32)  # what seed=7 gives
+KEY = jnp.array([0, 7], jnp.uint32)  # the key of seed=7
 PLAIN, POLICY = counting(3), counting_policy()
 LENGTH = 12
 
@@ -30,7 +30,7 @@ def start(env=PLAIN, policy=POLICY, key=KEY, **kwargs):
 
 @cache
 def begun(runs=None):
-    """The state of one run, or of so many."""
+    """The state of one run, or of several."""
     keys = KEY if runs is None else jax.random.split(KEY, runs)
     return jax.jit(start if runs is None else jax.vmap(start))(key=keys)
 
@@ -153,7 +153,7 @@ def test_vmap_over_seeds_and_over_a_population_of_parameters_gives_each_its_own_
 
 
 def test_a_scan_over_updates_of_the_parameters():
-    """The whole of a training loop in one compiled call: later rollouts act with later parameters."""
+    """A whole training loop in one compiled call: later rollouts act with later parameters."""
     env, policy = cartpole()
 
     @jax.jit
@@ -273,7 +273,7 @@ def test_misuse_is_named(call, error, says):
 
 @pytest.mark.evening
 def test_lanes_over_a_mesh_equal_the_same_lanes_on_one_device():
-    """In a process of its own: the number of devices is fixed before JAX starts."""
+    """Runs in a process of its own, because the number of devices is fixed before JAX starts."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-W", "error", "-m", "tests.support.programs.mesh_run"]

@@ -14,8 +14,8 @@ from tests.core.test_env_params import PARAMS, make
 from tests.support.compare import assert_same, compilations
 from tests.support.running import once
 
-KEY = jnp.array([0, 7], jnp.uint32)  # what seed=7 gives
-GAINS = jnp.array([[2.0, 3.0, 4.0], [5.0, 5.0, 6.0], [7.0, 8.0, 9.0]])  # of three updates and three lanes
+KEY = jnp.array([0, 7], jnp.uint32)  # the key of seed=7
+GAINS = jnp.array([[2.0, 3.0, 4.0], [5.0, 5.0, 6.0], [7.0, 8.0, 9.0]])  # for three updates and three lanes
 GRAVITIES = jnp.array([3.7, 9.8, 24.8])
 BLOW = make()
 PAIR = BLOW, fc.random_policy(BLOW)
