@@ -140,10 +140,11 @@ class CollectorState(Generic[Array]):
     @property
     def traj_ids(self) -> Tensor | npt.NDArray[np.int64]:
         """[P] int64, the trajectories that the lanes are in; NumPy over JAX, whose traced code lacks them."""
-        counters: Any = self.lane, self.episode
-        if not isinstance(self.lane, Tensor):
-            counters = [np.asarray(counter).astype(np.uint32).astype(np.int64) for counter in counters]
-        ids: Tensor | npt.NDArray[np.int64] = trajectory_ids(*counters, self.total_lanes)
+        lane: Any = self.lane
+        episode: Any = self.episode
+        if not isinstance(lane, Tensor):
+            lane, episode = (np.asarray(counter).astype(np.uint32).astype(np.int64) for counter in (lane, episode))
+        ids: Tensor | npt.NDArray[np.int64] = trajectory_ids(lane, episode, self.total_lanes)
         return ids
 
     def replace(self, **changes: Any) -> CollectorState[Array]:

@@ -188,9 +188,9 @@ class TurnLane(_Around):
     @override
     def _observed(self, observation: Any = None) -> dict[str, Any]:
         mover = self.inner.agent_selection
-        observation = self.inner.observe(mover)
-        observation = dict(observation) if isinstance(observation, Mapping) else {"observation": observation}
-        return observation | {PLAYER: np.int64(self._names.index(mover))}
+        seen = self.inner.observe(mover)
+        values = dict(seen) if isinstance(seen, Mapping) else {"observation": seen}
+        return values | {PLAYER: np.int64(self._names.index(mover))}
 
     @override
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:

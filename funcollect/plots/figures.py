@@ -115,8 +115,9 @@ def _curves(
     check_positive("window", window, 100)
     for part in (parts := stats if isinstance(stats, Sequence) else [stats]):
         if not isinstance(part, EpisodeStats):
-            mend = "pass fc.episode_stats(batch)"
-            raise TypeError(f"stats holds a {type(part).__name__}, expected EpisodeStats or a list: {mend}")
+            raise TypeError(
+                f"stats holds a {type(part).__name__}, expected EpisodeStats or a list: pass fc.episode_stats(batch)"
+            )
     axes, episodes = _axes(ax, title, label, 8, 4.5), EpisodeStats.concatenate(parts)
     if not (label or axes.lines):  # the number of one run's episodes would mislead beside others
         title = f"{title}{': ' if title else ''}{len(episodes):,} episode{'' if len(episodes) == 1 else 's'}"
