@@ -12,17 +12,21 @@ notebooks() {
     if [ "$scale" = 1 ]; then
         export FUNCOLLECT_SCALE=0.1
     fi
+    compile_quickly
     whole_notebooks "$@"
 }
 whole_notebooks() {
     pytest --nbmake --nbmake-timeout=1200 "$@"
 }
 # Half of the time of tests that compile much goes into optimising programs that run for milliseconds. Bits that two
-# programs share, the notebooks, and larger scales have programs as users have them.
-quickly() {
+# programs share, and larger scales, have programs as users have them.
+compile_quickly() {
     if [ "$scale" = 1 ]; then
         export XLA_FLAGS=${XLA_FLAGS:---xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false}
     fi
+}
+quickly() {
+    compile_quickly
     pytest "$@"
 }
 
