@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from funcollect.envs.jax_envs.jax_env import as_delivered
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memory import aligned
-from funcollect.protocols import Env, Outcome, Transition
+from funcollect.protocols import Env, Outcome, PacedSimulators, Transition
 from funcollect.specs import Leaf, Space, observation_leaves, torch_dtype
 from funcollect.tree import Path
 
@@ -37,6 +37,7 @@ KEYWORDS = ("clip_actions", "clip_rewards", "inputs")
 _FLAG = np.dtype(bool)
 # Optional members of simulators, which are passed through.
 _OPTIONAL = ("apply", "camera", "snapshot", "restore", "snapshot_data", "snapshot_from", "takes_options")
+_PACE = ("least_ready", "most_ahead")  # of simulators that are paced
 
 
 def around(env: Any, *, clip_actions: bool = False, clip_rewards: bool = False, inputs: Sequence[str] = ()) -> Env:
@@ -237,14 +238,18 @@ class _AroundLanes:
         """Open the inner simulators. `env` is the changed environment; in a worker it has some of the lanes only."""
         inner, num_envs, memory = opener(between.bare(env)), env.num_envs or 1, getattr(env, "memory", None)
         self._between, self._inner = between, inner
-        self.close, self._sent = inner.close, deque[Any]()  # actions whose outcomes are not received yet, oldest first
-        for name in (member for member in _OPTIONAL if hasattr(inner, member)):
+        self.close = inner.close
+        if isinstance(inner, PacedSimulators):
+            self.send_some = lambda lanes, action: self._send(inner.send_some, lanes, action)
+            self.receive_some = lambda least: self._received(*inner.receive_some(least))
+        for name in (member for member in (*_OPTIONAL, *_PACE) if hasattr(inner, member)):
             setattr(self, name, getattr(inner, name))
         self._decode = batch_decoder(between.env.action_spec)
         self._inputs = {
             leaf.name: aligned((num_envs, *leaf.shape), leaf.dtype) if memory is None else memory[leaf.path]
             for leaf in between.leaves()
         }
+        self._sent = np.zeros_like(self._inputs.get(PREVIOUS_ACTION, ()))  # [P, ...]: the last action of each lane
         self.observation: dict[Path, Any] = {**inner.observation, **{(k,): rows for k, rows in self._inputs.items()}}
         if self._inputs and hasattr(inner, "snapshot"):
             self.snapshot, self.restore = self._snapshot, self._restore
@@ -256,14 +261,28 @@ class _AroundLanes:
         for name, rows in self._inputs.items():
             rows[lanes] = name == FIRST
 
+    @property
+    def busy(self) -> Any:
+        """As in `PacedSimulators`."""
+        return self._inner.busy
+
     def send(self, lanes: Sequence[int], action: Any) -> None:
-        action = self._between.action(action)
-        self._inner.send(lanes, action)
-        if PREVIOUS_ACTION in self._inputs:
-            self._sent.append(self._decode(action))
+        self._send(self._inner.send, lanes, action)
 
     def receive(self) -> tuple[Sequence[int], Outcome]:
-        lanes, outcome = self._inner.receive()
+        return self._received(*self._inner.receive())
+
+    def _send(self, send: Callable[[Sequence[int], Any], None], lanes: Sequence[int], action: Any) -> None:
+        if len(lanes):
+            action = self._between.action(action)
+            if PREVIOUS_ACTION in self._inputs:
+                self._sent[lanes] = self._decode(action)
+        send(lanes, action)
+
+    def _received(self, lanes: Sequence[int], outcome: Outcome) -> tuple[Sequence[int], Outcome]:
+        """The changed outcome of these lanes; the one of no lanes is not recorded."""
+        if not len(lanes):
+            return lanes, outcome
         reward, terminated, truncated, infos = outcome
         try:
             if self._between.clips_rewards:
@@ -274,7 +293,7 @@ class _AroundLanes:
         except NOT_RECORDED as error:
             raise bad_outcome(outcome, lanes) from error
         if PREVIOUS_ACTION in self._inputs:
-            self._inputs[PREVIOUS_ACTION][lanes] = self._sent.popleft()
+            self._inputs[PREVIOUS_ACTION][lanes] = self._sent[lanes]
         if FIRST in self._inputs:
             self._inputs[FIRST][lanes] = False
         return lanes, outcome

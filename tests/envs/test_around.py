@@ -1,10 +1,13 @@
 """What `make_env` puts around environments of any kind: clipped actions and rewards, and the last step as an input."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.envs.classic_control import PendulumEnv
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from torch import nn
 
 import funcollect as fc
@@ -54,6 +57,8 @@ ENVS = {
     "Torch class": (TorchWalk, {}),
     "JAX class": (JaxWalk, {}),
     "device": (None, {}),
+    "lanes that reset late": (partial(CartPoleVectorEnv, 4, max_episode_steps=9), {"num_envs": None}),
+    "asynchronous pool": ("envpool/CartPole-v1", {"batch_size": 2, "max_episode_steps": 9}),
 }
 
 
@@ -61,7 +66,7 @@ def made(name, **around):
     env, kwargs = ENVS[name]
     if env is None:
         return fc.make_env(fc.envs.from_torch_vector_env(LikeManiSkill), **around)
-    return fc.make_env(env, num_envs=4, **kwargs, **around)
+    return fc.make_env(env, **{"num_envs": 4, **kwargs}, **around)
 
 
 def wide(env):
