@@ -28,7 +28,7 @@ from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memory import aligned
 from funcollect.protocols import Env, Outcome, PacedSimulators, Transition
-from funcollect.specs import Leaf, Space, observation_leaves, torch_dtype
+from funcollect.specs import GroupedSpec, Leaf, Space, TurnSpec, observation_leaves, torch_dtype
 from funcollect.tree import Path
 
 INPUTS = PREVIOUS_ACTION, PREVIOUS_REWARD, FIRST = "prev_action", "prev_reward", "is_first"
@@ -73,6 +73,9 @@ def _check(env: Any, clip_actions: bool, clip_rewards: bool, inputs: Sequence[st
     if clip_actions and not isinstance(env.action_space, spaces.Box):
         what = f"clip_actions=True was given for {env}, whose action space is {env.action_space}"
         raise ValueError(f"{what}, expected a Box: leave it out")
+    if clip_rewards and isinstance(env.action_spec, GroupedSpec | TurnSpec):
+        what = f"clip_rewards=True was given for {env}, which has rewards of several agents"
+        raise ValueError(f"{what}, expected those of one: leave it out, and take the signs of a batch's")
     inside = getattr(env, "between", None)
     if inside is not None and ((inputs and inside.clips_actions) or (clip_rewards and inside.inputs)):
         what = f"{env} was made with some of {', '.join(KEYWORDS)}, and others were given for it"

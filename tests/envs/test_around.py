@@ -179,6 +179,8 @@ def test_a_recurrent_policy_reads_its_executed_actions():
     ("CartPole-v1", {"inputs": "is_first"}, "inputs is 'is_first', expected a list"),
     ("CartPole-v1", {"clip_rewards": 1}, "clip_rewards is 1, expected a bool"),
     ("Pendulum-v1", {"clip_rewards": True, "info_keys": ["reward"]}, "info_keys has 'reward'.*leave it out"),
+    ("pettingzoo/mpe/simple_spread_v3", {"clip_rewards": True}, "rewards of several agents, expected .*leave it out"),
+    ("pettingzoo/classic/tictactoe_v3", {"clip_rewards": True}, "rewards of several agents, expected .*leave it out"),
     (fc.make_env("CartPole-v1", inputs=["is_first"]), {"inputs": ["is_first"]}, "observes .'is_first'. itself"),
     (fc.make_env("Pendulum-v1", clip_actions=True), {"inputs": ["prev_action"]}, "expected one call.*all of them"),
     (fc.make_env("CartPole-v1", inputs=["prev_reward"]), {"clip_rewards": True}, "expected one call.*all of them"),
