@@ -46,7 +46,7 @@ def over_vector(
     if (mode := mode or declared) not in AUTORESET_MODES:
         what = f"{type(vector).__name__} does not say how it resets its lanes, expected one of {AUTORESET_MODES}"
         raise ValueError(f"{what}: pass it as autoreset_mode=, or the list of its functions")
-    made = Made(vector, build or partial(rebuild, vector))
+    made = Made(vector, build or partial(rebuild, vector, mode))
     if mode == "NEXT_STEP" and not masked:
         return partial(LateLanes, made, max_carry), "lane", False
     kind = SelfResettingLanes if mode == "SAME_STEP" else VectorLanes

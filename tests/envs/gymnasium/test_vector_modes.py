@@ -72,6 +72,11 @@ def test_what_begins_in_the_same_step(kind, limit):
     assert torch.equal(batch["collector", "step"].float(), batch["count"][..., 0])
 
 
+def test_a_second_state_of_an_instance_resets_by_the_same_mode():
+    vector = SyncVectorEnv([Informed] * P, autoreset_mode=SAME_STEP)
+    assert_same(data(vector), data(vector))
+
+
 def test_resets_of_what_resets_itself():
     """By a mask that it takes, or of all lanes."""
     env, policy, state = fresh(lambda: SyncVectorEnv([Informed] * P, autoreset_mode=SAME_STEP), steps=2)
