@@ -111,6 +111,20 @@ class Plain(VectorEnv):
         return self.seen(), np.ones(P), over, over & False, {"final_obs": final} if self.reports else {}
 
 
+class Together(Plain):
+    """All lanes end at once, and the step that resets them has no infos."""
+
+    def step(self, actions):
+        self.count = np.where(self.count == 4, 0, self.count[0] + 1)
+        infos = {"at": self.count.copy()} if self.count.any() else {}
+        return self.seen(), np.ones(P), self.count == 4, self.count < 0, infos
+
+
+def test_infos_where_one_step_resets_all_lanes():
+    batch = data(Together(), info_keys=["at"], autoreset_mode="NEXT_STEP")
+    assert batch["next", "info", "at"][0, 4:12].tolist() == [1, 2, 3, 4] * 2
+
+
 class Silent(Plain):
     reports = False
 
