@@ -76,12 +76,19 @@ def _check(env: Any, clip_actions: bool, clip_rewards: bool, inputs: Sequence[st
     if clip_rewards and isinstance(env.action_spec, GroupedSpec | TurnSpec):
         what = f"clip_rewards=True was given for {env}, which has rewards of several agents"
         raise ValueError(f"{what}, expected those of one: leave it out, and take the signs of a batch's")
-    inside = getattr(env, "between", None)
-    if inside is not None and ((inputs and inside.clips_actions) or (clip_rewards and inside.inputs)):
+    if any((inputs and inside.clips_actions) or (clip_rewards and inside.inputs) for inside in _changes(env)):
         what = f"{env} was made with some of {', '.join(KEYWORDS)}, and others were given for it"
         raise ValueError(f"{what}, expected one call, as inputs are clipped, too: pass all of them together")
+    if clip_rewards and any(inside.clips_rewards for inside in _changes(env)):
+        raise ValueError(f"clip_rewards=True was given for {env}, which was made with it: leave it out")
     if clip_rewards and OWN_REWARD in getattr(env, "info_keys", ()):
         raise ValueError(f"info_keys has {OWN_REWARD!r}, under which clip_rewards=True records rewards: leave it out")
+
+
+def _changes(env: Any) -> list[_Between]:
+    """The changes that an environment was made with, the last one first."""
+    between = getattr(env, "between", None)
+    return [] if between is None else [between, *_changes(between.env)]
 
 
 @dataclass(frozen=True)
@@ -183,6 +190,9 @@ class _Between:
             what = f"{self.env} has the rewards of several players, {list(reward.shape)}"
             raise EnvError(f"{what}, expected one for `inputs` and `clip_rewards`: leave both out")
         if self.clips_rewards:
+            if OWN_REWARD in transition.info:
+                what = f"{self.env} has an info {OWN_REWARD!r}, under which clip_rewards=True records rewards"
+                raise EnvError(f"{what}, expected none: rename it there, or leave clip_rewards out")
             infos, reward = {**transition.info, OWN_REWARD: reward}, xp.sign(reward)
             transition = transition._replace(info=infos, reward=reward)
         values = {PREVIOUS_ACTION: action, PREVIOUS_REWARD: reward[..., None], FIRST: xp.zeros((*xp.lanes, 1), _FLAG)}

@@ -184,7 +184,19 @@ def test_a_recurrent_policy_reads_its_executed_actions():
     (fc.make_env("CartPole-v1", inputs=["is_first"]), {"inputs": ["is_first"]}, "observes .'is_first'. itself"),
     (fc.make_env("Pendulum-v1", clip_actions=True), {"inputs": ["prev_action"]}, "expected one call.*all of them"),
     (fc.make_env("CartPole-v1", inputs=["prev_reward"]), {"clip_rewards": True}, "expected one call.*all of them"),
+    (fc.make_env(fc.make_env("torch/Pendulum-v1", clip_rewards=True), clip_actions=True), {"clip_rewards": True},
+     "which was made with it: leave it out"),
 ])  # fmt: skip
 def test_errors(env, given, message):
     with pytest.raises((TypeError, ValueError), match=message):
         fc.make_env(env, **given)
+
+
+def test_an_info_of_the_name_of_recorded_rewards_is_refused():
+    class Scored(TorchWalk):
+        def step(self, key, place, action, params, /):
+            return super().step(key, place, action, params)._replace(info={"reward": place[:, 0]})
+
+    env = fc.make_env(Scored, num_envs=2, clip_rewards=True)
+    with pytest.raises(fc.EnvError, match=r"has an info 'reward', under which clip_rewards=True .*rename it"):
+        collect(env, fc.random_policy(env), 3, seed=0)
