@@ -189,7 +189,7 @@ def make_env(arguments: Namespace, num_envs: int | None, **kwargs: Any) -> fc.En
     except (ValueError, TypeError):
         raise
     except Exception as error:  # the environment's own code may raise anything
-        raise ValueError(f"cannot make {name!r}: {error or type(error).__name__}") from error
+        raise ValueError(f"cannot make {name!r}: {str(error) or type(error).__name__}") from error
 
 
 def _parameters(factory: Any) -> set[str]:

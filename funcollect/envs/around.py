@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,8 +27,8 @@ from funcollect.envs.jax_envs.jax_env import as_delivered
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memory import aligned
-from funcollect.protocols import Env, Outcome, Transition
-from funcollect.specs import Leaf, Space, observation_leaves, torch_dtype
+from funcollect.protocols import Env, Outcome, PacedSimulators, Transition
+from funcollect.specs import GroupedSpec, Leaf, Space, TurnSpec, observation_leaves, torch_dtype
 from funcollect.tree import Path
 
 INPUTS = PREVIOUS_ACTION, PREVIOUS_REWARD, FIRST = "prev_action", "prev_reward", "is_first"
@@ -37,6 +37,7 @@ KEYWORDS = ("clip_actions", "clip_rewards", "inputs")
 _FLAG = np.dtype(bool)
 # Optional members of simulators, which are passed through.
 _OPTIONAL = ("apply", "camera", "snapshot", "restore", "snapshot_data", "snapshot_from", "takes_options")
+_PACE = ("least_ready", "most_ahead")  # of simulators that are paced
 
 
 def around(env: Any, *, clip_actions: bool = False, clip_rewards: bool = False, inputs: Sequence[str] = ()) -> Env:
@@ -72,12 +73,22 @@ def _check(env: Any, clip_actions: bool, clip_rewards: bool, inputs: Sequence[st
     if clip_actions and not isinstance(env.action_space, spaces.Box):
         what = f"clip_actions=True was given for {env}, whose action space is {env.action_space}"
         raise ValueError(f"{what}, expected a Box: leave it out")
-    inside = getattr(env, "between", None)
-    if inside is not None and ((inputs and inside.clips_actions) or (clip_rewards and inside.inputs)):
+    if clip_rewards and isinstance(env.action_spec, GroupedSpec | TurnSpec):
+        what = f"clip_rewards=True was given for {env}, which has rewards of several agents"
+        raise ValueError(f"{what}, expected those of one: leave it out, and take the signs of a batch's")
+    if any((inputs and inside.clips_actions) or (clip_rewards and inside.inputs) for inside in _changes(env)):
         what = f"{env} was made with some of {', '.join(KEYWORDS)}, and others were given for it"
         raise ValueError(f"{what}, expected one call, as inputs are clipped, too: pass all of them together")
+    if clip_rewards and any(inside.clips_rewards for inside in _changes(env)):
+        raise ValueError(f"clip_rewards=True was given for {env}, which was made with it: leave it out")
     if clip_rewards and OWN_REWARD in getattr(env, "info_keys", ()):
         raise ValueError(f"info_keys has {OWN_REWARD!r}, under which clip_rewards=True records rewards: leave it out")
+
+
+def _changes(env: Any) -> list[_Between]:
+    """The changes that an environment was made with, the last one first."""
+    between = getattr(env, "between", None)
+    return [] if between is None else [between, *_changes(between.env)]
 
 
 @dataclass(frozen=True)
@@ -179,6 +190,9 @@ class _Between:
             what = f"{self.env} has the rewards of several players, {list(reward.shape)}"
             raise EnvError(f"{what}, expected one for `inputs` and `clip_rewards`: leave both out")
         if self.clips_rewards:
+            if OWN_REWARD in transition.info:
+                what = f"{self.env} has an info {OWN_REWARD!r}, under which clip_rewards=True records rewards"
+                raise EnvError(f"{what}, expected none: rename it there, or leave clip_rewards out")
             infos, reward = {**transition.info, OWN_REWARD: reward}, xp.sign(reward)
             transition = transition._replace(info=infos, reward=reward)
         values = {PREVIOUS_ACTION: action, PREVIOUS_REWARD: reward[..., None], FIRST: xp.zeros((*xp.lanes, 1), _FLAG)}
@@ -237,14 +251,18 @@ class _AroundLanes:
         """Open the inner simulators. `env` is the changed environment; in a worker it has some of the lanes only."""
         inner, num_envs, memory = opener(between.bare(env)), env.num_envs or 1, getattr(env, "memory", None)
         self._between, self._inner = between, inner
-        self.close, self._sent = inner.close, deque[Any]()  # actions whose outcomes are not received yet, oldest first
-        for name in (member for member in _OPTIONAL if hasattr(inner, member)):
+        self.close = inner.close
+        if isinstance(inner, PacedSimulators):
+            self.send_some = lambda lanes, action: self._send(inner.send_some, lanes, action)
+            self.receive_some = lambda least: self._received(*inner.receive_some(least))
+        for name in (member for member in (*_OPTIONAL, *_PACE) if hasattr(inner, member)):
             setattr(self, name, getattr(inner, name))
         self._decode = batch_decoder(between.env.action_spec)
         self._inputs = {
             leaf.name: aligned((num_envs, *leaf.shape), leaf.dtype) if memory is None else memory[leaf.path]
             for leaf in between.leaves()
         }
+        self._sent = np.zeros_like(self._inputs.get(PREVIOUS_ACTION, ()))  # [P, ...]: the last action of each lane
         self.observation: dict[Path, Any] = {**inner.observation, **{(k,): rows for k, rows in self._inputs.items()}}
         if self._inputs and hasattr(inner, "snapshot"):
             self.snapshot, self.restore = self._snapshot, self._restore
@@ -256,14 +274,28 @@ class _AroundLanes:
         for name, rows in self._inputs.items():
             rows[lanes] = name == FIRST
 
+    @property
+    def busy(self) -> Any:
+        """As in `PacedSimulators`."""
+        return self._inner.busy
+
     def send(self, lanes: Sequence[int], action: Any) -> None:
-        action = self._between.action(action)
-        self._inner.send(lanes, action)
-        if PREVIOUS_ACTION in self._inputs:
-            self._sent.append(self._decode(action))
+        self._send(self._inner.send, lanes, action)
 
     def receive(self) -> tuple[Sequence[int], Outcome]:
-        lanes, outcome = self._inner.receive()
+        return self._received(*self._inner.receive())
+
+    def _send(self, send: Callable[[Sequence[int], Any], None], lanes: Sequence[int], action: Any) -> None:
+        if len(lanes):
+            action = self._between.action(action)
+            if PREVIOUS_ACTION in self._inputs:
+                self._sent[lanes] = self._decode(action)
+        send(lanes, action)
+
+    def _received(self, lanes: Sequence[int], outcome: Outcome) -> tuple[Sequence[int], Outcome]:
+        """The changed outcome of these lanes; the one of no lanes is not recorded."""
+        if not len(lanes):
+            return lanes, outcome
         reward, terminated, truncated, infos = outcome
         try:
             if self._between.clips_rewards:
@@ -274,7 +306,7 @@ class _AroundLanes:
         except NOT_RECORDED as error:
             raise bad_outcome(outcome, lanes) from error
         if PREVIOUS_ACTION in self._inputs:
-            self._inputs[PREVIOUS_ACTION][lanes] = self._sent.popleft()
+            self._inputs[PREVIOUS_ACTION][lanes] = self._sent[lanes]
         if FIRST in self._inputs:
             self._inputs[FIRST][lanes] = False
         return lanes, outcome

@@ -377,9 +377,8 @@ def _parts(env: Any, seen: set[int]) -> Iterator[Any]:
     if lanes := members.get("envs") or members.get("_envs"):
         yield from _parts(lanes[0], seen)
     elif factories := members.get("env_fns") or members.get("create_env_fn"):
-        lane = factories[0]()
-        yield from _parts(lane, seen)
-        lane.close()
+        with contextlib.closing(factories[0]()) as lane:
+            yield from _parts(lane, seen)
 
 
 def _attributes(part: Any) -> list[Any]:

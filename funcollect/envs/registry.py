@@ -38,9 +38,9 @@ def make_env(env: Any, **kwargs: Any) -> Env:
 
     - `clip_actions`: True gives the environment actions clipped to the bounds of its Box, which remain those of the
       action space. Batches have what the policy returned; see `funcollect.heads.clipped_normal`.
-    - `clip_rewards`: True gives the signs of rewards, -1, 0 or 1, as is usual for Atari. Those of the environment are
-      recorded ``[*B, T]`` float32 as the info ``"reward"``. `episode_stats`, `track` and `evaluate` count clipped ones:
-      for scores, evaluate in an environment without the keyword.
+    - `clip_rewards`: True gives the signs of one agent's rewards, -1, 0 or 1, as is usual for Atari. Those of the
+      environment are recorded ``[*B, T]`` float32 as the info ``"reward"``. `episode_stats`, `track` and `evaluate`
+      count clipped ones: for scores, evaluate in an environment without the keyword.
     - `inputs`: what a policy reads besides the observation, in the batch under these names, as keys of a dict with
       ``"observation"``: ``"prev_action"`` ``[*B, T, ...]``, the action that was executed in the step before;
       ``"prev_reward"`` ``[*B, T, 1]`` float32, as in the batch; ``"is_first"`` ``[*B, T, 1]`` bool, True at an

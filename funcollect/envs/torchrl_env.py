@@ -202,7 +202,8 @@ class TorchRLLanes(SimulatorsBase):
         """The EnvError for a call that raised; drops the root, so that the next reset resets the whole environment."""
         self._root = None
         self._restarted = [False] * self._num_envs
-        return EnvError(f"{type(self._env).__name__}: {what} raised {error!r}: {ONWARD}")
+        where = "" if self._batched else f"lane {self._first_lane}: "
+        return EnvError(f"{where}{type(self._env).__name__}: {what} raised {error!r}: {ONWARD}")
 
     @override
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
@@ -287,7 +288,6 @@ class SeparateLanes(SimulatorsBase):
 
     def __init__(self, make: Callable[[], Any], env: SimulatedEnv) -> None:
         self.observation = Rows(env).arrays
-        self._first_lane = env.first_lane
         self._lanes: list[TorchRLLanes] = []
         for lane in range(env.num_envs or 1):
             memory = {path: array[lane : lane + 1] for path, array in self.observation.items()}
@@ -299,20 +299,14 @@ class SeparateLanes(SimulatorsBase):
                 raise ValueError(f"lane {here.first_lane} has the spaces {found}, lane 0 has {wanted}: {mend}")
             self._lanes.append(TorchRLLanes(made, layout, here))
 
-    def _call(self, lane: int, name: str, argument: Any) -> Any:
-        try:
-            return getattr(self._lanes[lane], name)([0], argument)
-        except EnvError as error:
-            raise EnvError(f"lane {self._first_lane + lane}: {error}") from error
-
     @override
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
         for lane, seed in zip(lanes, seeds, strict=True):
-            self._call(lane, "reset", [seed])
+            self._lanes[lane].reset([0], [seed])
 
     @override
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
-        outcomes = [self._call(lane, "step", action[row : row + 1]) for row, lane in enumerate(lanes)]
+        outcomes = [self._lanes[lane].step([0], action[row : row + 1]) for row, lane in enumerate(lanes)]
         reward, terminated, truncated = ([outcome[column][0] for outcome in outcomes] for column in range(3))
         infos = [[rows[0] for rows in info] for info in zip(*(outcome[3] for outcome in outcomes), strict=True)]
         return reward, terminated, truncated, infos

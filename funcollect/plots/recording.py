@@ -27,7 +27,7 @@ from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.plots.figures import File, Trajectory, new_figure, pick, saved
 from funcollect.protocols import Env, Policy, RenderedEnv, Renderer
-from funcollect.specs import ExplorationType
+from funcollect.specs import ExplorationType, GroupedSpec, TurnSpec
 from funcollect.trajectories.stats import EpisodeStats, episode_stats
 from funcollect.tree import Path, as_path
 
@@ -310,8 +310,11 @@ def _camera(env: Env, state: CollectorState) -> Renderer:
         raise TypeError(f"{env} cannot be filmed, expected {known}: {mend}; plots.video saves pixel observations")
     camera = opened(0)
     if camera.mode != "rgb_array":
-        what = f"{env} has the render mode {camera.mode!r}, expected 'rgb_array': make it with render_mode='rgb_array'"
-        raise ValueError(f"{what}; on the command line, give your factory a parameter render_mode, and pass it on")
+        what, given = f"{env} has the render mode {camera.mode!r}, expected 'rgb_array'", "render_mode='rgb_array'"
+        if isinstance(env.action_spec, GroupedSpec | TurnSpec):  # PettingZoo's, which takes it there
+            given = "env_kwargs={'render_mode': 'rgb_array'}"
+        mend = "on the command line, give your factory a parameter render_mode, and pass it on"
+        raise ValueError(f"{what}: make it with {given}; {mend}")
     return Renderer(camera.fps, lambda *_: camera.shoot())
 
 

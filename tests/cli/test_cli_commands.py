@@ -113,6 +113,9 @@ def net(env, width=4, seed=0):
 
 def unready():
     raise OSError("no licence")
+
+def silent():
+    raise OSError
 """
 
 
@@ -210,6 +213,7 @@ OUT = ["--out", "out"]
     (["collect", "CartPole-v1", "--policy", "mine.py:policy"], "names a file, expected a module: say mine:policy"),
     (["collect", "no_module:thing"], "'no_module', which cannot be imported"),
     (["collect", "mine:unready"], "cannot make 'mine:unready': no licence"),
+    (["collect", "mine:silent"], "cannot make 'mine:silent': OSError"),
     (["collect", "CartPole-v1", "--policy", "mine:nothing"], "cannot be imported"),
 ], ids=str)  # fmt: skip
 def test_what_is_wrong_is_one_line(arguments, message, here, capsys):

@@ -1,10 +1,13 @@
 """What `make_env` puts around environments of any kind: clipped actions and rewards, and the last step as an input."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.envs.classic_control import PendulumEnv
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from torch import nn
 
 import funcollect as fc
@@ -54,6 +57,8 @@ ENVS = {
     "Torch class": (TorchWalk, {}),
     "JAX class": (JaxWalk, {}),
     "device": (None, {}),
+    "lanes that reset late": (partial(CartPoleVectorEnv, 4, max_episode_steps=9), {"num_envs": None}),
+    "asynchronous pool": ("envpool/CartPole-v1", {"batch_size": 2, "max_episode_steps": 9}),
 }
 
 
@@ -61,7 +66,7 @@ def made(name, **around):
     env, kwargs = ENVS[name]
     if env is None:
         return fc.make_env(fc.envs.from_torch_vector_env(LikeManiSkill), **around)
-    return fc.make_env(env, num_envs=4, **kwargs, **around)
+    return fc.make_env(env, **{"num_envs": 4, **kwargs}, **around)
 
 
 def wide(env):
@@ -174,10 +179,24 @@ def test_a_recurrent_policy_reads_its_executed_actions():
     ("CartPole-v1", {"inputs": "is_first"}, "inputs is 'is_first', expected a list"),
     ("CartPole-v1", {"clip_rewards": 1}, "clip_rewards is 1, expected a bool"),
     ("Pendulum-v1", {"clip_rewards": True, "info_keys": ["reward"]}, "info_keys has 'reward'.*leave it out"),
+    ("pettingzoo/mpe/simple_spread_v3", {"clip_rewards": True}, "rewards of several agents, expected .*leave it out"),
+    ("pettingzoo/classic/tictactoe_v3", {"clip_rewards": True}, "rewards of several agents, expected .*leave it out"),
     (fc.make_env("CartPole-v1", inputs=["is_first"]), {"inputs": ["is_first"]}, "observes .'is_first'. itself"),
     (fc.make_env("Pendulum-v1", clip_actions=True), {"inputs": ["prev_action"]}, "expected one call.*all of them"),
     (fc.make_env("CartPole-v1", inputs=["prev_reward"]), {"clip_rewards": True}, "expected one call.*all of them"),
+    (fc.make_env(fc.make_env("torch/Pendulum-v1", clip_rewards=True), clip_actions=True), {"clip_rewards": True},
+     "which was made with it: leave it out"),
 ])  # fmt: skip
 def test_errors(env, given, message):
     with pytest.raises((TypeError, ValueError), match=message):
         fc.make_env(env, **given)
+
+
+def test_an_info_of_the_name_of_recorded_rewards_is_refused():
+    class Scored(TorchWalk):
+        def step(self, key, place, action, params, /):
+            return super().step(key, place, action, params)._replace(info={"reward": place[:, 0]})
+
+    env = fc.make_env(Scored, num_envs=2, clip_rewards=True)
+    with pytest.raises(fc.EnvError, match=r"has an info 'reward', under which clip_rewards=True .*rename it"):
+        collect(env, fc.random_policy(env), 3, seed=0)

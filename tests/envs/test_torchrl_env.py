@@ -271,6 +271,17 @@ def test_what_an_environment_raises_names_it_and_a_reset_goes_on():
     assert fc.recover(env, state).observation["agent", "place"].sum() == 0
 
 
+class Wider(GymEnv):
+    def _step(self, tensordict):
+        return super()._step(tensordict).set("observation", torch.zeros(7))
+
+
+def test_a_lane_is_named_once():
+    env, policy, state = fresh(Wider, env_name="CartPole-v1", num_envs=2)
+    with pytest.raises(fc.EnvError, match=r"^lane 0: observation"):
+        fc.rollout(env, policy, state, 3)
+
+
 CHECKED = ["one_hot", "drawing as it is built", "transformed serial"]
 
 

@@ -331,6 +331,7 @@ keyed = fc.jax_policy(lambda params, seen, key: seen, None, head=fc.heads.catego
     [
         (lambda: made(groups={"a": NAMES}), ValueError, "in turns, which take neither groups nor state"),
         (lambda: fc.envs.from_pettingzoo(partial(Race, wide=True)), ValueError, "bob has the spaces .*expected equal"),
+        (lambda: fc.record(made(), fc.random_policy(made()), "x.gif"), ValueError, r"env_kwargs={'render_mode'"),
         (lambda: fc.by_player([]), ValueError, "policies is empty"),
         (lambda: fc.by_player([3]), TypeError, "expected a Policy"),
         (lambda: collect(made(), fc.by_player([torch_policy(0)] * 2), 3), ValueError, "acts for 2 players.*Discrete"),

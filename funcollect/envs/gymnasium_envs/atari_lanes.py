@@ -43,7 +43,7 @@ _SAME = _CONSTANT | _ACTIONS | {"_saved_kwargs", "_ezpickle_args", "_ezpickle_kw
 def is_atari(env: Any) -> bool:
     """Whether a Gymnasium environment is an Atari game, under any wrappers."""
     ale_py = sys.modules.get("ale_py")  # it has been imported if there is such an environment
-    return ale_py is not None and isinstance(env.unwrapped, ale_py.AtariEnv)
+    return ale_py is not None and isinstance(getattr(env, "unwrapped", None), ale_py.AtariEnv)
 
 
 def _layers(env: Any) -> tuple[Any, ...]:

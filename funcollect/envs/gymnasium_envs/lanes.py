@@ -48,12 +48,11 @@ class Made:
         return self.build() if id(self.env) in TAKEN else self.env
 
 
-def rebuild(env: Any) -> Any:
-    """Build another instance of `env` from its spec or, for a vector environment, its functions; else InUseError."""
-    is_vector = isinstance(env, VectorEnv)
+def rebuild(env: Any, mode: str | None = None) -> Any:
+    """Build another instance of `env` from its spec or, for a vector with this mode, its functions; else InUseError."""
     try:
-        if is_vector:
-            return type(env)(env.env_fns, autoreset_mode=AutoresetMode.DISABLED)
+        if mode is not None:
+            return type(env)(env.env_fns, autoreset_mode=AutoresetMode[mode])
         if env.spec is not None:
             return gymnasium.make(env.spec, disable_env_checker=True)
         reason = "it has no spec"

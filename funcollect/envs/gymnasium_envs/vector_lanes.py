@@ -46,7 +46,7 @@ def over_vector(
     if (mode := mode or declared) not in AUTORESET_MODES:
         what = f"{type(vector).__name__} does not say how it resets its lanes, expected one of {AUTORESET_MODES}"
         raise ValueError(f"{what}: pass it as autoreset_mode=, or the list of its functions")
-    made = Made(vector, build or partial(rebuild, vector))
+    made = Made(vector, build or partial(rebuild, vector, mode))
     if mode == "NEXT_STEP" and not masked:
         return partial(LateLanes, made, max_carry), "lane", False
     kind = SelfResettingLanes if mode == "SAME_STEP" else VectorLanes
@@ -154,7 +154,7 @@ class VectorLanes(SimulatorsBase):
     def _pick(self, info: dict[str, Any]) -> list[tuple[Any, ...]]:
         """For each recorded info key, its P values; EnvError if a lane lacks one."""
         picked = []
-        for key in self._info_keys:
+        for key in () if self._late.all() else self._info_keys:  # no lane's infos are recorded where all are reset
             holder, name = info_place(info, key)
             present = holder.get(f"_{name}", name in holder)  # Gymnasium marks the lanes that returned the key
             if not np.all(present := present | self._late):

@@ -118,11 +118,12 @@ def _flags(label: str, groups: Mapping[str, Group], value: Any) -> ByGroup:
     """One kind of flags by group, [n] bool each, from flags by group, or from one flag for all agents."""
     jnp, flags = import_jax().numpy, {}
     rows = value if isinstance(value, Mapping) else dict.fromkeys(groups, value)
-    for name, row in _by_group(groups, rows, f"flag that step of {label} returned").items():
-        flag = jnp.asarray(row)
-        if flag.dtype != bool or flag.shape not in ((), (groups[name].n,)):
-            wanted = f"bool [] or [{groups[name].n}]: compare, as in x > 2; reward comes before the two flags"
+    rows = _by_group(groups, rows, f"flag that step of {label} returned")
+    for name, group in groups.items():
+        flag = jnp.asarray(rows[name])
+        if flag.dtype != bool or flag.shape not in ((), (group.n,)):
+            wanted = f"bool [] or [{group.n}]: compare, as in x > 2; reward comes before the two flags"
             what = f"the flag of {name!r} that step of {label} returned is {dtypes_and_shapes(flag)}"
             raise EnvError(f"{what}, expected {wanted}")
-        flags[name] = jnp.broadcast_to(flag, groups[name].n)
+        flags[name] = jnp.broadcast_to(flag, group.n)
     return flags

@@ -170,6 +170,7 @@ def given(name, value, why):
     given("frameskip", 2, "its name here is frame_skip"),
     given("obs_type", "ram", "grayscale=False"),
     ("gravity", lambda: ale(gravity=3), TypeError, "cannot make 'ALE/Pong-v5' … 'gravity' … leave out"),
+    ("no environment", lambda: fc.envs.from_gymnasium([lambda: 3]), TypeError, "factory returned int … return"),
     ("others", lambda: runs(fc.make_env([build, NoGame])), ValueError, "lane 1 is … lane 0 is … a separate batch"),
 )
 def test_a_game_given_wrongly(misuse):

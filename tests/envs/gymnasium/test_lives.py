@@ -6,11 +6,13 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, TimeLimit
 from stable_baselines3.common.atari_wrappers import AtariWrapper, EpisodicLifeEnv, FireResetEnv
 from torchrl.envs import GymWrapper
 
 import funcollect as fc
+from funcollect.envs.base import has_game_of_lives
 from funcollect.envs.gymnasium_envs import atari_lanes
 from funcollect.keys import Purpose, fold, key_from_seed
 from tests.envs.conftest import VECTORS
@@ -78,6 +80,18 @@ def test_a_torchrl_environment_says_that_its_game_begins_again():
     wrapped = GymWrapper(build(), categorical_action_encoding=True)
     with pytest.warns(UserWarning, match="GymWrapper restarts its Atari game at each lost life .* pass the gymnasium"):
         fc.make_env(wrapped)
+
+
+def test_a_lane_that_is_made_to_find_its_game_is_closed():
+    class Closing(gymnasium.Wrapper):
+        def close(self):
+            closed.append(self)
+            super().close()
+
+    vector, closed = VectorEnv(), []
+    vector.env_fns = [lambda: Closing(build())]
+    assert has_game_of_lives(vector)
+    assert len(closed) == 1
 
 
 def theirs_with_fire(game, whole):

@@ -72,6 +72,11 @@ def test_what_begins_in_the_same_step(kind, limit):
     assert torch.equal(batch["collector", "step"].float(), batch["count"][..., 0])
 
 
+def test_a_second_state_of_an_instance_resets_by_the_same_mode():
+    vector = SyncVectorEnv([Informed] * P, autoreset_mode=SAME_STEP)
+    assert_same(data(vector), data(vector))
+
+
 def test_resets_of_what_resets_itself():
     """By a mask that it takes, or of all lanes."""
     env, policy, state = fresh(lambda: SyncVectorEnv([Informed] * P, autoreset_mode=SAME_STEP), steps=2)
@@ -104,6 +109,20 @@ class Plain(VectorEnv):
         over, final = self.count >= 4, self.seen()
         self.count = np.where(over, 0, self.count)
         return self.seen(), np.ones(P), over, over & False, {"final_obs": final} if self.reports else {}
+
+
+class Together(Plain):
+    """All lanes end at once, and the step that resets them has no infos."""
+
+    def step(self, actions):
+        self.count = np.where(self.count == 4, 0, self.count[0] + 1)
+        infos = {"at": self.count.copy()} if self.count.any() else {}
+        return self.seen(), np.ones(P), self.count == 4, self.count < 0, infos
+
+
+def test_infos_where_one_step_resets_all_lanes():
+    batch = data(Together(), info_keys=["at"], autoreset_mode="NEXT_STEP")
+    assert batch["next", "info", "at"][0, 4:12].tolist() == [1, 2, 3, 4] * 2
 
 
 class Silent(Plain):

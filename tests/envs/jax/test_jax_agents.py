@@ -48,7 +48,7 @@ def step(key, state, actions, params):
     time, ends = state[0] + 1, state[1]
     noise = jax.random.uniform(key)
     rewards = {"ant": actions["ant"] + ends[:2] + noise, "bee": actions["bee"] + ends[2:] + noise}
-    terminated, truncated = ({"ant": flag[:2], "bee": flag[2:]} for flag in flags(time, ends))
+    terminated, truncated = ({"ant": flag[:2], "bee": flag[2:], "all": flag.all()} for flag in flags(time, ends))
     info = {"ant": {"hit": actions["ant"] * 2}, "clock": time}
     return (time, ends), seen(time, ends), rewards, terminated, truncated, info
 
