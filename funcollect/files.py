@@ -190,7 +190,7 @@ def replacing(path: Path) -> Iterator[Path]:
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path} is a device or a pipe, expected a file: pass another name")
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.new")
     try:
         yield fresh
         sync(fresh)
