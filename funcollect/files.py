@@ -190,7 +190,7 @@ def replacing(path: Path) -> Iterator[Path]:
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path} is a device or a pipe, expected a file: pass another name")
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.new")
     try:
         yield fresh
         sync(fresh)
@@ -218,21 +218,23 @@ def sync(path: Path) -> None:
 
 
 def read_arrays(path: Path) -> Arrays:
-    """The arrays that `numpy.savez` wrote, whose checksums are checked; ValueError for a damaged or another file."""
-    with _reading(path), open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:  # `open` closes it
+    """The arrays that `numpy.savez` wrote, whose checksums are checked; ValueError for a damaged or another file.
+
+    Errors of opening it, such as PermissionError, are the system's.
+    """
+    with open(path, "rb") as file, _reading(path), np.load(file, allow_pickle=False) as saved:  # `open` closes it
         return dict(saved)
 
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn any error in the block, except a missing file, into ValueError: damaged bytes cause errors of many kinds."""
+    """Turn any error in the block, which does not open files, into ValueError: damaged bytes cause many kinds."""
     try:
         yield
-    except FileNotFoundError:
-        raise
     except Exception as error:
         name = type(error).__name__  # without the message, which may advise to unpickle the file
-        raise ValueError(f"{path} cannot be read ({name}): it is damaged, or another kind of file") from error
+        why = "too large for the memory here" if isinstance(error, MemoryError) else "another kind of file"
+        raise ValueError(f"{path} cannot be read ({name}): it is damaged, or {why}") from error
 
 
 def write_data(path: Path, kind: str, value: Any) -> None:

@@ -56,9 +56,14 @@ def remember_spaces(policy: Policy, space: Space, leaves: Sequence[Leaf], spec: 
     for player in policy.policies.values() if isinstance(policy, PlayerPolicy) else ():
         remember_spaces(player, space, leaves, spec)
     known: list[Spaces] = memo_of(policy).setdefault("spaces", [])
-    paths = [leaf.path for leaf in leaves]
-    if not any(spec == known_spec and [leaf.path for leaf in seen] == paths for _, seen, known_spec in known):
+    form = _form(space, leaves)
+    if not any(spec == known_spec and _form(seen, parts) == form for seen, parts, known_spec in known):
         known.append((space, tuple(leaves), spec))
+
+
+def _form(space: Space, leaves: Sequence[Leaf]) -> Any:
+    """What matters of a space here: its structure, and the number of dimensions of each leaf."""
+    return assemble(space, {leaf.path: len(leaf.shape) for leaf in leaves})
 
 
 def evaluate_actions(

@@ -81,6 +81,8 @@ class Request:
         arguments.check_count("random_steps", self.random_steps)
         arguments.check_flags(reset_when_done=self.reset_when_done)
         check_ends(self.max_frames_per_traj, self.reset_when_done)
+        for name in ("length", "max_frames_per_traj", "random_steps"):  # NumPy's integers overflow, and lack methods
+            vars(self)[name] = None if getattr(self, name) is None else int(getattr(self, name))
 
     def like(self, other: Request) -> bool:
         """Whether another request differs in nothing but its parameters and its exploration's values."""

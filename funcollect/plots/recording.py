@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
@@ -148,7 +149,7 @@ def film(path: str | PathLike[str], fps: float, *, lossless: bool = False) -> It
     """
     target = check_film(path, fps)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    partial = target.with_name(f".{target.stem}.{os.getpid()}.{threading.get_native_id()}{target.suffix}")
     try:
         with _opened(partial, fps, lossless) as add:
             yield add

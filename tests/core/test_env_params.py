@@ -13,6 +13,7 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
+from funcollect.core.loops import over_jax
 from tests.support.cases import jax_mlp, torch_mlp
 from tests.support.compare import assert_same, compilations, fresh, rollouts
 from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, in_soak, once
@@ -213,6 +214,15 @@ def test_ray(workers):
         collector.set_env_params(PARAMS | {"gain": jnp.arange(lanes * 1.0)}, at_once=True)
         batch = next(collector)
         assert batch["next", "reward"][..., 0].reshape(lanes, -1).eq(torch.arange(lanes * 1.0)[:, None]).all()
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_parameters_of_another_dtype(in_blocks, monkeypatch):
+    monkeypatch.setattr(over_jax, "waits_for_host", lambda place: in_blocks)  # in blocks, as on a GPU
+    env, policy, state = begun()
+    for gain in (np.float32(1.5), np.int32(3), np.float32(2.5)):
+        state, batch = fc.rollout(env, policy, state.replace(env_params=PARAMS | {"gain": gain}), 4)
+        assert batch["env_params", "gain"].eq(float(gain)).all()
 
 
 @pytest.mark.evening

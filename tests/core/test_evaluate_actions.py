@@ -13,6 +13,8 @@ from torch import nn
 from torchrl.modules import LSTMModule, ProbabilisticActor
 
 import funcollect as fc
+from funcollect.core.evaluate_actions import remember_spaces
+from funcollect.specs import observation_leaves
 from tests.policies.test_distributions import Logistic
 from tests.support import cases
 from tests.support.misuse import Acting
@@ -353,6 +355,12 @@ def test_an_environment_that_is_not_known_or_known_from_traced_code():
         fc.init(fc.make_env("CartPole-v1", num_envs=2, one_hot=one_hot), policy, seed=0)
     with pytest.raises(ValueError, match="2 environments with different actions"):
         again(policy, batch)
+    for space in (spaces.Box(0, 1, (2, 2)), spaces.Dict(observation=spaces.Box(0, 1, (4,)))):
+        policy = fc.torch_policy(cases.mlp(4, 2), head=fc.heads.categorical)
+        for seen in (spaces.Box(0, 1, (4,)), space):  # under the same key
+            remember_spaces(policy, seen, observation_leaves(seen), ENV.action_spec)
+        with pytest.raises(ValueError, match="2 environments with different actions or observations"):
+            again(policy, batch)
     env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
     policy = cases.jax_mlp(env)
     state = fc.traced.init(env, policy, policy.params, key=jax.random.PRNGKey(0))

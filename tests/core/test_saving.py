@@ -151,11 +151,20 @@ def test_damaged_and_foreign_files_are_refused(tmp_path, monkeypatch):
         fc.load(path, env, policy)
     with pytest.raises(FileNotFoundError):
         fc.load(tmp_path / "nothing", env, policy)
+    with pytest.raises(IsADirectoryError):  # as any error of opening the file
+        fc.load(tmp_path, env, policy)
+    with monkeypatch.context() as changed, refused(ValueError, ("MemoryError", "too large for the memory here")):
+        changed.setattr(np, "load", full)
+        fc.load(path, env, policy)
     with monkeypatch.context() as changed:
         changed.setattr(files, "_FORMAT", 99)
         fc.save(path, state)
     with refused(ValueError, ("has format 99", "reads format 1", "the version that saved it")):
         fc.load(path, env, policy)
+
+
+def full(*_, **__):
+    raise MemoryError
 
 
 class _Trap:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import funcollect as fc
+from funcollect.core.loops import eager
 from tests.support.cases import mlp, torch_mlp
 from tests.support.compare import assert_same, fresh, leaves
 from tests.support.envs.jax_counting import counting
@@ -165,6 +166,16 @@ def test_after_an_exception_others_go_on():
     assert [batch["collector", "step"].tolist() for batch in batches] == [[0, 0], [1, 1], [2, 2]]
     _, (batch,) = steps(env, policy, other, 1)
     assert batch["collector", "step"].tolist() == [3, 3]
+
+
+def test_a_loop_stays_open_after_bad_arguments(monkeypatch):
+    env, policy = fc.envs.CartPole(num_envs=2), linear("torch")
+    state, _ = steps(env, policy, fc.init(env, policy, seed=0), 3)
+    wanted = fc.step(env, policy, state)[1]
+    with pytest.raises(ValueError, match="params differ"):
+        fc.step(env, policy, state, params={"weigth": torch.ones(2, 4)})
+    monkeypatch.setattr(eager, "open_actor", pytest.fail)
+    assert_same(fc.step(env, policy, state)[1], wanted)
 
 
 @pytest.fixture(scope="module", params=["jax", "torch"])

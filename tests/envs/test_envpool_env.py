@@ -273,6 +273,21 @@ def test_an_asynchronous_pool_has_the_data_of_a_synchronous_one(name, lives):
     assert batches[0]["next", "terminated"].any()
 
 
+def test_a_reset_of_lanes_that_are_ahead_leaves_the_others_alone():
+    runs_of = [fresh("envpool/CartPole-v1", num_envs=6, **apart) for apart in ({}, {"batch_size": 2, "num_threads": 2})]
+    (env, policy, state), (whole_env, _, whole) = runs_of[1], runs_of[0]
+    mask = torch.zeros(6, dtype=torch.bool)
+    while not mask.any():  # until a lane is ahead, and not under way
+        state, whole = fc.rollout(env, policy, state, 20)[0], fc.rollout(whole_env, policy, whole, 20)[0]
+        simulation = state.env_state.simulation
+        mask[[lane for lane in simulation.carried.ahead.nonzero()[0] if lane not in simulation.simulators.busy]] = True
+    state = fc.reset(env, state, mask)
+    batch, wanted = fc.rollout(env, policy, state, 20)[1], fc.rollout(whole_env, policy, whole, 20)[1]
+    assert_same(batch[~mask], wanted[~mask])
+    assert batch["observation"][mask, 0].abs().max() < 0.05  # where episodes begin
+    assert (batch["collector", "traj_ids"][mask, 0] > wanted["collector", "traj_ids"][mask, 0]).all()
+
+
 def test_an_asynchronous_pool_goes_on_after_a_broken_call_and_refuses_what_it_cannot_do(monkeypatch):
     env, policy, state = fresh("envpool/CartPole-v1", steps=20, num_envs=6, batch_size=2)
     with pytest.raises(fc.EnvError, match=r"under way.*leave batch_size out"):

@@ -9,7 +9,7 @@ from gymnasium import spaces
 import funcollect as fc
 from funcollect.envs import CartPole, Pendulum
 from funcollect.keys import LaneKeys, Purpose, key_from_seed
-from tests.support.compare import collect
+from tests.support.compare import collect, fresh
 from tests.support.envs.own_envs import InParts
 
 LANES = 6
@@ -133,3 +133,26 @@ def test_a_subclass_with_a_dict_observation(num_envs):
     assert torch.equal(batch["next", "reward"], batch["next", "place"])
     assert torch.equal(batch["next", "terminated"][..., 0], left >= 4)
     assert torch.equal(batch["next", "truncated"][..., 0], step == 4)
+
+
+@pytest.mark.parametrize(
+    ("later", "says"),
+    [
+        ({}, r"are \[\], expected \['x'\] as in the steps before"),
+        ({"x": torch.ones(2), "y": torch.ones(2)}, r"are \['x', 'y'\], expected \['x'\]"),
+        ({"x": torch.ones(2, dtype=torch.int64)}, r"info 'x' .* is torch.int64 \(2,\), expected torch.float32 \(2,\)"),
+        ({"x": 1.0}, r"info 'x' .* is float, expected torch.float32 \(2,\)"),
+    ],
+)
+def test_later_infos_are_like_the_first_ones(later, says):
+    class Informed(CartPole):
+        def __init__(self, lanes):
+            super().__init__(lanes)
+            self.infos = [later, {"x": torch.ones(2)}]
+
+        def step(self, *args):
+            return super().step(*args)._replace(info=self.infos.pop())
+
+    env, policy, state = fresh(Informed(2))
+    with pytest.raises(fc.EnvError, match=says):
+        fc.rollout(env, policy, state, 2)

@@ -3,6 +3,7 @@
 import io
 import json
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from funcollect.files import from_data, to_data
+from funcollect.files import from_data, replacing, to_data
 
 
 class Pair(NamedTuple):
@@ -113,3 +114,16 @@ def test_data_of_unknown_kinds_are_refused():
     for data in (["exec", "code"], ["tensor", "a0", "load", []], ["generator", ["dict", [["bit_generator", "x"]]]]):
         with pytest.raises((ValueError, KeyError)):
             from_data(data, {"a0": np.zeros(4, np.uint8)})
+
+
+def test_threads_that_write_one_path_do_not_share_a_file(tmp_path):
+    def write():
+        with replacing(tmp_path / "file") as fresh:
+            fresh.write_text("theirs")
+
+    with replacing(tmp_path / "file") as fresh:
+        fresh.write_text("mine")
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(write).result()
+        assert (tmp_path / "file").read_text() == "theirs"
+    assert (tmp_path / "file").read_text() == "mine"

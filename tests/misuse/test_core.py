@@ -14,6 +14,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.errors import ClosedError, EvaluationError, InUseError, StaleStateError
+from tests.support.compare import fresh
 from tests.support.misuse import Rigged, refused, runs, table
 
 
@@ -296,6 +297,10 @@ def test_numbers_of_numpy_are_numbers():
     fc.heads.epsilon_greedy(np.float64(0.5))
     assert buffer()[np.int64(3)].batch_size == ()
     buffer().update_priority(torch.tensor([1, 2]), np.array([0.5, 1.0], np.float32))
+    env, policy, state = fresh("CartPole-v1")
+    for _ in range(2):
+        state, _ = fc.rollout(env, policy, state, np.int64(260), max_frames_per_traj=np.uint8(9))
+    assert state.frames == 520 * state.num_lanes
 
 
 def test_a_state_from_before_jax_had_64_bits():

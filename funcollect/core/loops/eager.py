@@ -144,7 +144,7 @@ class Opened(OpenFor):
 
     def rollout(self, env: Env, policy: Policy, state: CollectorState, request: Request) -> Rollout | None:
         """Make a rollout from a state; None if another loop has to be opened for it, such as for another pair."""
-        stepper, inputs = self._stepper, self._inputs
+        stepper, inputs, ready = self._stepper, self._inputs, False
         same_pair = stepper.env is env and stepper.policy is policy
         same_lanes = stepper.key is state.key and stepper.lane is state.lane and stepper.total == state.total_lanes
         same_form = stepper.request.like(request) and type(state.policy_state) is type(inputs.policy_state)
@@ -152,19 +152,30 @@ class Opened(OpenFor):
             return None
         if not self._lock.acquire(blocking=False):
             return None
-        if stepper.again(state, request):
-            self._inputs = inputs._replace(
-                params=policy.prepare(request.params),
-                policy_state=state.policy_state,
-                initial_state=start_of(policy, state) if policy.remembers(state.policy_state) else inputs.initial_state,
-                noise=self._noise(state),
-                exploration=Exploration(request.exploration_type, request.exploration),
-            )
-            if self._actor.again(self._inputs):
-                restart_fresh(self._actor, policy, state)
-                return self.run()
-        self._lock.release()
-        return None
+        try:
+            ready = self._prepare(policy, state, request)
+        finally:
+            if not ready:  # also after bad arguments, which raise here
+                stepper.state = None
+                self._lock.release()
+        return self.run() if ready else None
+
+    def _prepare(self, policy: Policy, state: CollectorState, request: Request) -> bool:
+        """Bind everything to a rollout from a state; False if that takes another loop."""
+        inputs = self._inputs
+        if not self._stepper.again(state, request):
+            return False
+        self._inputs = inputs._replace(
+            params=policy.prepare(request.params),
+            policy_state=state.policy_state,
+            initial_state=start_of(policy, state) if policy.remembers(state.policy_state) else inputs.initial_state,
+            noise=self._noise(state),
+            exploration=Exploration(request.exploration_type, request.exploration),
+        )
+        if not self._actor.again(self._inputs):
+            return False
+        restart_fresh(self._actor, policy, state)
+        return True
 
     def run(self) -> Rollout:
         """Make the rollout; return the next state, which keeps this loop for its own rollout, and the batch."""

@@ -61,11 +61,14 @@ def reset(
         simulation.options |= {lane: (simulation.episodes[lane] + 1, dict(options)) for lane in chosen}
     simulation.restart(chosen)
     simulation.action_log.ages = torch.where(lanes, 0, simulation.action_log.ages)
+    if simulation.carried:
+        simulation.carried = None if lanes.all() else simulation.carried.without(lanes.numpy())
+    episode = torch.where(lanes, torch.tensor(simulation.episodes), state.episode)  # other lanes may be ahead of theirs
     return state.replace(
         env_state=simulation.release(),
         observation=simulation.observation(),
         steps=max(simulation.steps, state.steps_made),
-        **reset_counters(state, lanes, torch.tensor(simulation.episodes)),
+        **reset_counters(state, lanes, episode),
     )
 
 

@@ -94,7 +94,7 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
     check_unchanged(env)
     with torch_followed(*place.device_set):
         bound = bound_params(policy, request)
-        blocks = block_loop(env, policy, state, request)
+        blocks = block_loop(env, policy, state, request, bound=bound)
     in_blocks = blocks(bound, state, request.length, owned=request.owned)
     with reads_together():
         if in_blocks is None:  # lanes lacked starts
@@ -111,7 +111,7 @@ class _Opened(OpenFor):
         self._program = program(env, policy, state, request)
         self._length = import_jax().device_put(np.int32(request.length), place)
         self._kind = _kind_of(state)
-        self._shown: BatchOfBytes | None = None
+        self._shown: tuple[Any, Any] = (None, None)  # the places of columns, by the dtypes; a `BatchOfBytes` of them
 
     def rollout(self, env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout | None:
         """Make a rollout from a state; None if another loop has to be opened for it, such as for another pair."""
@@ -139,9 +139,10 @@ class _Opened(OpenFor):
         if places is None:
             leaves = {path: torch_view(column) for path, column in columns.items()}
             return after, batch_of(env, policy, state, leaves, request)
-        if self._shown is None:
-            self._shown = BatchOfBytes(places, env, outputs_in((path for path, *_ in places.of), state), request)
-        return after, self._shown.of(torch_view(columns), lambda outputs: policy.finish(outputs, env.action_spec))
+        if self._shown[0] is not places:  # the first call, or parameters of another dtype
+            outputs = outputs_in((path for path, *_ in places.of), state)
+            self._shown = places, BatchOfBytes(places, env, outputs, request)
+        return after, self._shown[1].of(torch_view(columns), lambda outputs: policy.finish(outputs, env.action_spec))
 
 
 def _kind_of(state: CollectorState) -> tuple[Any, ...]:
@@ -168,15 +169,22 @@ def program(env: JaxEnv, policy: Policy, state: CollectorState, request: Request
 
 
 def block_loop(
-    env: JaxEnv, policy: Policy, state: CollectorState, request: Request, options: BlockOptions = BLOCKS
+    env: JaxEnv,
+    policy: Policy,
+    state: CollectorState,
+    request: Request,
+    options: BlockOptions = BLOCKS,
+    *,
+    bound: BoundParams | None = None,
 ) -> BlockLoop:
-    """Return the loop in blocks for the static part of a request, cached for the policy."""
+    """Return the loop in blocks for the static part of a request, cached for the policy and the parameters' dtypes."""
     step_options, place = request.step_options(env), place_of(state)
-    cache_key = (origin_of(env), state.num_lanes, step_options, options.key)
+    bound = bound or bound_params(policy, request)
+    dtypes = tuple(getattr(leaf, "dtype", type(leaf)) for leaf in import_jax().tree.leaves((bound, state.env_params)))
+    cache_key = (origin_of(env), state.num_lanes, step_options, options.key, dtypes)
     known: dict[Hashable, BlockLoop] = memo_of(policy).setdefault("blocks", {})
     if (cache_key, place) not in known:
         config = StepConfig.of(env, policy, state.num_lanes, step_options, branches=False)
-        bound = bound_params(policy, request)
         known[cache_key, place] = BlockLoop(config, bound, state, cache_key, place, options)
     return known[cache_key, place]
 

@@ -47,6 +47,11 @@ class Carried(NamedTuple):
     ahead: npt.NDArray[np.int64]  # [P], the number of each lane's whole rows
     memory: Sequence[npt.NDArray[Any]]  # of the stepper, each [k, P, ...]
     outputs: Columns  # of the policy, each [k, P, ...]
+    begun: npt.NDArray[np.bool_]  # [P], lanes that were reset since, whose rows are dropped
+
+    def without(self, lanes: npt.NDArray[np.bool_]) -> Carried:
+        """The rows of the other lanes, after a reset of these [P]."""
+        return self._replace(ahead=np.where(lanes, 0, self.ahead), begun=self.begun | lanes)
 
 
 def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
@@ -108,7 +113,10 @@ class OwnPaceStepper(HostStepper):
         early = drawn(random_noise(inputs.spec), Purpose.RANDOM_ACTION) if self._random_left > 0 else None
         carried = self._carried.outputs if self._carried else {}
         inputs = inputs._replace(noise=noise, length=self._most)
-        return LanesActor(self.policy, inputs, carried, early, self._random_left, self.request.length)
+        actor = LanesActor(self.policy, inputs, carried, early, self._random_left, self.request.length)
+        if self._carried:
+            actor.restart(self._carried.begun.nonzero()[0])
+        return actor
 
     @override
     def begin(self) -> None:
@@ -208,6 +216,7 @@ class OwnPaceStepper(HostStepper):
             self._made - length,
             [column[beyond].copy() for column in self._memory],
             {path: column[beyond].clone() for path, column in outputs.items()},
+            np.zeros(len(self._made), bool),
         )
         delivered = {path: column[:length] for path, column in outputs.items()}
         for name, (column, _) in self._explored.items():

@@ -218,17 +218,28 @@ class TensorStepper(Stepper):
             self._reward[t] = answer.reward
             self._terminated[t] = answer.terminated
             self._truncated[t] = truncated
-            for name, value in answer.info.items():
-                path = ("next", "info", name)
-                if t == 0:
-                    self.infos[path] = value.new_empty(self.request.length, *value.shape)
-                self.infos[path][t] = value
+            if answer.info or self.infos:
+                self._inform(t, answer)
             for root, value in zip(self.root.values(), self._continue(answer, observed), strict=True):
                 root.copy_(value)
             if restarting:
                 return self._restart(t, done)
             self._finished = self._finished | done
             return None
+
+    def _inform(self, t: int, answer: Transition) -> None:
+        """Record the infos of a step; EnvError unless they are like those of the rollout's first step."""
+        env, info = self.env, {("next", "info", name): value for name, value in answer.info.items()}
+        if t == 0:
+            checked_transition(env, answer)
+            self.infos = {path: value.new_empty(self.request.length, *value.shape) for path, value in info.items()}
+        if info.keys() != self.infos.keys():
+            first, now = ([path[-1] for path in paths] for paths in (self.infos, info))
+            raise EnvError(f"the infos of {env} are {now}, expected {first} as in the steps before: return the same")
+        for path, value in info.items():
+            column = self.infos[path]
+            _check_tensor(env, f"info {path[-1]!r}", value, tuple(column.shape[1:]), column.dtype)
+            column[t] = value
 
     def _answer(self, t: int, action: Tensor) -> Transition:
         lanes = self._lanes

@@ -180,6 +180,14 @@ def test_lanes_that_make_their_next_step_later(kind):
     assert (versions[:, borders] < torch.arange(1, 5)).any()
 
 
+def test_a_reset_drops_the_rows_of_lanes_that_ran_ahead():
+    env, policy, state = fresh(lambda: late(500), steps=20)
+    assert state.env_state.simulation.carried.ahead.any()
+    state = fc.reset(env, state)
+    _, batch = fc.rollout(env, policy, state, 5)
+    assert torch.equal(batch["observation"][:, 0], state.observation["observation",])
+
+
 def test_the_exploration_is_that_of_the_rollout_that_made_a_row():
     env = fc.make_env(late)
     head = fc.heads.epsilon_greedy(0.5)
