@@ -352,11 +352,12 @@ def traced_policy(
 
 
 def traced_random(spec: ActionSpec, draw: program.Draw, observation: Any) -> tuple[Any, Any]:
-    """The random actions [P, ...] that `RandomPolicy` draws from the same words, and their log-probabilities [P]."""
+    """The random actions [P, ...] that `RandomPolicy` draws from the same words, with log-probabilities [P, ...]."""
     uniform = program.draw_noise(random_noise(spec), draw)
     return draw_actions(jax_numerics(), spec, uniform, action_mask(observation, spec))
 
 
-def match_log_prob(log_prob: Any, like: Any) -> Any:
-    """Log-probabilities [P] in the shape and dtype of a policy's own `like`: [P], or [P, n] in equal shares."""
-    return import_jax().numpy.broadcast_to(in_shares(log_prob, like.shape), like.shape).astype(like.dtype)
+def like_own(value: Any, own: Any, *, is_log_prob: bool) -> Any:
+    """An output of random actions in the dtype of a policy's own; log-probabilities in its shape, in equal shares."""
+    shared = import_jax().numpy.broadcast_to(in_shares(value, own.shape), own.shape) if is_log_prob else value
+    return shared.astype(own.dtype)
