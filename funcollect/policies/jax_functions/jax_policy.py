@@ -239,13 +239,13 @@ class JaxPolicy(FunctionPolicy):
                 "effect: pass changing values in params, or make another policy with funcollect.jax_policy"
             )
         source = self.params if params is None else params
-        leaves, memo = jax.tree.leaves(source), memo_of(self)
+        (leaves, structure), memo = jax.tree.flatten(source), memo_of(self)
         same, last = (lambda one, two: one is two and not one.is_deleted()), memo.get("prepared")
-        if last and len(leaves) == len(last[0]) and all(map(same, leaves, last[0])):
-            return last[1]
+        if last and structure == last[1] and all(map(same, leaves, last[0])):
+            return last[2]
         prepared = jax_arrays(source if params is None else matched(self.params, source, self.backend))
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
-            memo["prepared"] = (leaves, prepared)
+            memo["prepared"] = (leaves, structure, prepared)
         return prepared
 
 
