@@ -256,14 +256,18 @@ def _checked_module(source: Source) -> nn.Module:
     return module
 
 
-def _held(value: Any) -> Iterator[Any]:
-    """The contents of a container and those inside; what a function or method refers to, globals too; or the value."""
+def _held(value: Any, around: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """The contents of a container and those inside; what a function or method refers to, globals too; or the value.
+
+    `around` are the containers that the value lies in, in case one holds itself.
+    """
     if isinstance(value, FunctionType):
         yield from map(value.__globals__.get, value.__code__.co_names)
     if isinstance(value, FunctionType | MethodType):
         yield from referents(value)
-    elif isinstance(value, (*CONTAINERS, tuple)):
-        yield from chain.from_iterable(map(_held, parts_of(value)))
+    elif isinstance(value, (*CONTAINERS, tuple, frozenset)):
+        if not any(value is each for each in around):
+            yield from chain.from_iterable(_held(part, (*around, value)) for part in parts_of(value))
     else:
         yield value
 

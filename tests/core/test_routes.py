@@ -211,11 +211,16 @@ class Counting(Holding):
         return {"logits": self.net(x), "calls": torch.full((len(x),), self.calls)}
 
 
+LOOP = [frozenset([torch.zeros(4)])]
+LOOP.insert(0, LOOP)
+
+
 @pytest.mark.parametrize(("module", "why"), [
     (Branching(), r"its control flow depends on data, at .*test_routes.py:\d+: return self.net\(x\) if x.sum\(\)"),
     (mlp(4, 2).forward, "a plain function is not lowered"),
     (Holding(mean=torch.zeros(4)), "'mean' of Holding holds a tensor or a module beside"),
     (Holding(others=[nn.Linear(4, 2)]), "'others' of Holding holds a tensor or a module beside"),
+    (Holding(loop=LOOP), "'loop' of Holding holds a tensor or a module beside"),
     (Counting(calls=0), "Counting changes its own attributes when called"),
 ])  # fmt: skip
 def test_what_is_not_lowered_crosses_and_is_explained(cartpole, module, why):
