@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -354,11 +354,12 @@ class PartsActor(Actor):
         return all(actor.again(by_name[name]) for name, actor in self._actors.items())
 
     @override
-    def running(self) -> contextlib.AbstractContextManager[Any]:
-        stack = contextlib.ExitStack()
-        for actor in self._actors.values():
-            stack.enter_context(actor.running())
-        return stack
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for actor in self._actors.values():
+                stack.enter_context(actor.running())
+            yield
 
 
 class GroupActor(PartsActor):
