@@ -241,6 +241,7 @@ def test_when_a_lane_ends(done):
         (lambda: fc.make_env("pettingzoo/mpe/no_v1"), ValueError, "PettingZoo has no 'mpe/no_v1' here"),
         (lambda: fc.by_group({"ant": 3}), TypeError, "expected a Policy"),
         (lambda: fc.by_group(3), TypeError, "policies is"),
+        (lambda: fc.by_group(dict.fromkeys(("a", "a.b"), jax_policy(2))), ValueError, r"\['a.b'\], expected no dots"),
         (lambda: fc.by_group(head(jax_policy(3)), together=["cat"]), ValueError, r"together names \['cat'\]"),
         (lambda: collect(made(), fc.by_group({"ant": jax_policy(2)}), 3), ValueError, r"the groups \['ant', 'bee'\]"),
         (lambda: collect(fc.make_env("CartPole-v1"), fc.by_group(head(jax_policy(3))), 3), ValueError, "no groups of"),
