@@ -229,7 +229,10 @@ class TorchPopulation(Population, TorchPolicy):
             module = bare(type(whole.module))  # type: ignore[arg-type]
             module.__dict__ = attributes
             self.replace(module)
-        vars(self.module).update(attributes)  # since the module of `whole` may have changed
+        own = vars(self.module)
+        own.update(attributes)  # since the module of `whole` may have changed
+        for name in own.keys() - attributes.keys():
+            del own[name]
 
 
 class _Members:

@@ -186,6 +186,10 @@ def test_copies_are_populations_and_changes_of_the_module_act():
     assert not torch.equal(collected(env, policy)["action_log_prob"], before["action_log_prob"])
     policy.module.eval()
     assert torch.equal(collected(env, policy)["action_log_prob"], before["action_log_prob"])
+    policy.module.forward = lambda x: x[:, :2] * 0
+    assert not torch.equal(collected(env, policy)["action_log_prob"], before["action_log_prob"])
+    del policy.module.forward
+    assert torch.equal(collected(env, policy)["action_log_prob"], before["action_log_prob"])
 
 
 SAVED = [("recurrent", HOST), ("jax", JAX), *in_soak((kind, HOST) for kind in ("torch", "normalised torch", "jax"))]
