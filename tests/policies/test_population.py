@@ -330,6 +330,7 @@ def test_what_cannot_be_a_population():
         (scripted(), {}, TypeError, "has a scripted module"),
         (fc.torch_policy(lambda x: x), {}, TypeError, "over a module"),
         (member, [member.params, other.params], TypeError, "params is "),
+        (fc.torch_policy(torch.nn.LazyLinear(2)), whole, ValueError, "has lazy layers"),
         (member, {}, ValueError, "first axes"),
         (member, whole | {"0.bias": whole["0.bias"][:1]}, ValueError, "first axes"),
         (member, short, ValueError, "params differ"),
