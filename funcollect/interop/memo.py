@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import threading
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import chain
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -51,7 +51,7 @@ def variables_of(function: Any) -> list[Variable]:
     if not isinstance(function, FunctionType):
         return []
     code, module_variables = function.__code__, function.__globals__
-    instructions = [*chain.from_iterable(map(dis.get_instructions, _with_inner(code)))]
+    instructions = [*chain.from_iterable(map(dis.get_instructions, codes_of(code)))]
     assigned = {step.argval for step in instructions if step.opname in ("STORE_DEREF", "STORE_GLOBAL")}
     names = dict.fromkeys(step.argval for step in instructions if step.opname == "LOAD_GLOBAL")
     variables = [
@@ -61,12 +61,9 @@ def variables_of(function: Any) -> list[Variable]:
     return [(name, holder) for name, holder in variables if name not in assigned]
 
 
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of the functions defined inside it."""
-    yield code
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _with_inner(inner)
+def codes_of(code: CodeType) -> list[CodeType]:
+    """The code of a function, and that of the functions inside it."""
+    return [code, *(inner for one in code.co_consts if isinstance(one, CodeType) for inner in codes_of(one))]
 
 
 def set_since_use(user: Any, variables: Sequence[Variable]) -> list[str]:

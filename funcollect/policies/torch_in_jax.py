@@ -25,7 +25,7 @@ from funcollect.interop.bridge import Joined, argument, follow_torch, is_wide, j
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.lowering import Lowered, lower_module
 from funcollect.interop.lowering.exporting import jax_dtype, leaves_of, plain
-from funcollect.interop.memo import memo_of
+from funcollect.interop.memo import codes_of, memo_of
 from funcollect.keys import key_from_seed, torch_generator
 from funcollect.policies.checks import overlap
 from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
@@ -262,7 +262,8 @@ def _held(value: Any, around: tuple[Any, ...] = ()) -> Iterator[Any]:
     `around` are the containers that the value lies in, in case one holds itself.
     """
     if isinstance(value, FunctionType):
-        yield from map(value.__globals__.get, value.__code__.co_names)
+        for code in codes_of(value.__code__):
+            yield from map(value.__globals__.get, code.co_names)
     if isinstance(value, FunctionType | MethodType):
         yield from referents(value)
     elif isinstance(value, (*CONTAINERS, tuple, frozenset)):
