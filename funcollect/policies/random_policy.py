@@ -28,8 +28,9 @@ def random_policy(env: Env) -> RandomPolicy:
     """A policy that draws uniformly from the environment's action space.
 
     If the observation, or that of an agent, is a Dict with an entry ``action_mask`` of the actions' size, only the
-    actions that it allows are drawn. Unbounded components of a Box are drawn as Gymnasium's `Box.sample` draws them:
-    normal, or exponential from the side that is bounded. Raises TypeError if `env` is not an environment.
+    actions that it allows are drawn; the first action if it allows none, as after the end of an episode. Unbounded
+    components of a Box are drawn as Gymnasium's `Box.sample` draws them: normal, or exponential from the side that is
+    bounded. Raises TypeError if `env` is not an environment.
 
     >>> import funcollect as fc
     >>> policy = random_policy(fc.make_env("Pendulum-v1", num_envs=2))
@@ -214,7 +215,7 @@ def _choice(xp: Any, uniform: Any, count: int, mask: Any) -> tuple[Any, Any]:
         chosen = xp.clip(xp.floor_int(uniform * count), 0, count - 1)
         return chosen, xp.full(uniform.shape, -math.log(count), uniform)
     allowed = xp.floor_int(xp.constant(mask, uniform) != 0)
-    number = allowed.sum(-1)
+    number = xp.clip(allowed.sum(-1), 1, count)  # nothing may be allowed to finished lanes and absent agents
     rank = xp.minimum(xp.floor_int(uniform * xp.as_float(number)), number - 1)
     chosen = xp.floor_int(allowed.cumsum(-1) > rank[..., None]).argmax(-1)
     return chosen, -xp.log(xp.as_float(number))

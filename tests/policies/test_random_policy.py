@@ -137,6 +137,14 @@ def test_an_action_mask_is_honoured(one_hot, start):
         assert_fair(torch.tensor([allowed.index(i) for i in here.tolist()]), len(allowed))
 
 
+@pytest.mark.parametrize("xp", [TORCH, jax_numerics()])
+def test_where_a_mask_allows_nothing_the_action_is_the_first_one(xp):
+    uniform = torch.rand(9, 1) if xp is TORCH else np.random.default_rng(0).random((9, 1), np.float32)
+    action, log_prob = draw_actions(xp, ActionSpec(spaces.Discrete(5)), uniform, [xp.full((9, 5), 0, uniform)])
+    assert not action.any()
+    assert (log_prob == 0).all()
+
+
 def test_a_mask_of_another_size_is_an_observation_like_any_other():
     batch = draw(spaces.Discrete(3), masks=MASKS, steps=200)
     assert_fair(batch["action"], 3)
