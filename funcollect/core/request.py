@@ -21,13 +21,13 @@ from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import kind_of, shown
 from funcollect.policies.base import HeadedPolicy
-from funcollect.policies.by_group import parts_of
-from funcollect.policies.heads.head import Head
+from funcollect.policies.by_group import GroupPolicy, parts_of
+from funcollect.policies.heads.head import Head, summed
 from funcollect.policies.tensordict_modules.calling import carries_action, read_and_written
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import Env, JaxEnv, Policy, TorchEnv, is_env
-from funcollect.specs import ExplorationType
+from funcollect.specs import ActionSpec, ExplorationType, GroupedSpec
 from funcollect.tree import Path
 
 ANOTHER_POLICY = (  # what to do about its state
@@ -242,6 +242,21 @@ def with_values(batch: TensorDict, values: Mapping[str, Any]) -> TensorDict:
 def head_of(policy: Policy) -> Head | None:
     """Return the head of a policy over a module or a function, if it has one."""
     return policy.head if isinstance(policy, HeadedPolicy) else None
+
+
+def outputs_of_random(xp: Any, policy: Policy, spec: ActionSpec, action: Any, log_prob: Any) -> dict[Path, Any]:
+    """The outputs, by path, that belong to random actions as `draw_actions` returns them; a policy may lack some."""
+    if isinstance(spec, GroupedSpec) and isinstance(policy, GroupPolicy):
+        outputs: dict[Path, Any] = {("action",): action}
+        for name, member in policy.policies.items():
+            of_group = (spec.of_group(name, array) for array in (action, log_prob))
+            own = outputs_of_random(xp, member, policy.spec_of(name, spec), *of_group)
+            outputs |= {(name, *path): value for path, value in own.items()}
+        return outputs
+    entries = {"action_log_prob": summed(log_prob, action.ndim - len(spec.shape))}
+    for head in filter(None, map(head_of, parts_of(policy))):
+        entries |= head.record(xp, action, spec)
+    return {(name,): value for name, value in {**entries, "action": action}.items()}
 
 
 def own_action_warning(policy: Policy, random_frames: int | None) -> str:

@@ -6,7 +6,8 @@ import dis
 import threading
 import weakref
 from collections.abc import Hashable, Sequence
-from types import CellType, FunctionType
+from itertools import chain
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 _LOCK = threading.Lock()
@@ -50,7 +51,7 @@ def variables_of(function: Any) -> list[Variable]:
     if not isinstance(function, FunctionType):
         return []
     code, module_variables = function.__code__, function.__globals__
-    instructions = list(dis.get_instructions(code))
+    instructions = [*chain.from_iterable(map(dis.get_instructions, codes_of(code)))]
     assigned = {step.argval for step in instructions if step.opname in ("STORE_DEREF", "STORE_GLOBAL")}
     names = dict.fromkeys(step.argval for step in instructions if step.opname == "LOAD_GLOBAL")
     variables = [
@@ -58,6 +59,11 @@ def variables_of(function: Any) -> list[Variable]:
         *((name, function) for name in names if _is_value(module_variables.get(name))),
     ]
     return [(name, holder) for name, holder in variables if name not in assigned]
+
+
+def codes_of(code: CodeType) -> list[CodeType]:
+    """The code of a function, and that of the functions inside it."""
+    return [code, *(inner for one in code.co_consts if isinstance(one, CodeType) for inner in codes_of(one))]
 
 
 def set_since_use(user: Any, variables: Sequence[Variable]) -> list[str]:

@@ -25,12 +25,14 @@ from torch import nn
 
 from funcollect.arguments import check_call, checked_device
 from funcollect.errors import PluginError
-from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.jax_setup import default_device_type, import_jax
 from funcollect.messages import kind_of, shown
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.tensordict_modules.calling import initial_hidden_states
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
+from funcollect.policies.weights import weights_of
 from funcollect.protocols import Env, Policy, is_env, is_policy
 
 GROUP = "funcollect.policies"
@@ -55,10 +57,8 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
     of_torchrl = kind.__name__ == "RandomPolicy" and kind.__module__.startswith("torchrl")
     if policy is None or (of_torchrl and policy.action_spec is None):  # a collector has to give it the spec
         return RandomPolicy(env.action_spec)
-    if isinstance(policy, TorchPolicy) and place is not None and policy.run_device not in (None, place):
-        return policy.on(place)
     if is_policy(policy):
-        return policy
+        return policy if place is None else _placed(policy, env, place)
     if not callable(policy):
         raise TypeError(
             f"policy is {shown(policy)}, expected a Policy, a torch.nn.Module, a function from observation to action, "
@@ -79,6 +79,22 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
         wanted += f", or one for each of some of its keys {all_keys}, by their names"
     check_call("policy", policy, wanted, len(keys) or 1)
     return TorchPolicy(policy, None, None, place, keys=keys)
+
+
+def _placed(policy: Policy, env: Env, place: torch.device) -> Policy:
+    """The policy on a device; ValueError for one that runs on another device, whatever is asked."""
+    if isinstance(policy, TorchBacked):
+        return policy if policy.run_device == place else policy.on(place)
+    if policy.backend == "jax":
+        actual, mend = default_device_type(), "set JAX_PLATFORMS"
+    else:
+        seen = getattr(env, "device", "cpu") if env.backend != "jax" else default_device_type()
+        actual = next((leaf.device.type for leaf in weights_of(policy)), torch.device(seen).type)
+        mend = "make its parts there, with torch_policy(…, device=…)"
+    if place.type != actual and not isinstance(policy, RandomPolicy):
+        what = f"policy_device is {place}, but a {type(policy).__name__} runs on {actual}, with its parameters"
+        raise ValueError(f"{what}, expected that device: {mend}, or leave policy_device out")
+    return policy
 
 
 def _on_tensordict(policy: Any, env: Env, place: torch.device | None) -> TensorDictPolicy:

@@ -259,7 +259,8 @@ class Recorder:
     """Records the outputs of every step, and stacks them 64 steps at a time, since many live tensors slow Python down.
 
     To copy an output costs a dispatch. So they are only copied with `always_copy`, or if the second step's outputs use
-    the memory of the first step's or of the observation.
+    the memory of the first step's or of the observation. If others are written later, that is an error: of each stack,
+    the first outputs that are not copied are watched, so a function that writes several buffers in turn is found.
     """
 
     def __init__(self, observation: Any, length: int, *, always_copy: bool = False) -> None:
@@ -268,6 +269,7 @@ class Recorder:
         self._first: tuple[Tensor, ...] = ()  # the outputs of the first step, not copied
         self._held: list[tuple[Tensor, ...]] = []  # the outputs of the latest steps, not stacked yet
         self._written, self._copying = 0, True  # the number of stacked steps; whether outputs are copied
+        self._watched: tuple[tuple[Tensor, ...], list[int]] | None = None  # uncopied outputs, and their versions
         self._columns: list[Tensor] = []
 
     def ordered(self, t: int, extras: Mapping[str, Any]) -> list[Any]:
@@ -285,6 +287,8 @@ class Recorder:
         """Record one step."""
         if self._copying:
             tensors = self._copied(tensors)
+        elif self._watched is None:
+            self._watched = tensors, _versions(tensors)
         self._held.append(tensors)
         if len(self._held) == _HELD_STEPS:
             self._write()
@@ -308,6 +312,12 @@ class Recorder:
                 torch.stack(parts, out=column[start : self._written])
         except (RuntimeError, TypeError, ValueError) as error:
             raise self._stacking_error(start) from error
+        if self._watched is not None and _versions(self._watched[0]) != self._watched[1]:
+            raise PolicyError(
+                f"steps {start} to {self._written - 1} of this batch: an output of the policy was written after it had "
+                "been returned, expected outputs that stay as they are: return new tensors at each step"
+            )
+        self._watched = None
         self._held.clear()
 
     def _stacking_error(self, start: int) -> PolicyError:
@@ -327,6 +337,12 @@ class Recorder:
         if self._held:
             self._write()
         return self._columns
+
+
+def _versions(tensors: Sequence[Any]) -> list[int]:
+    """How often each tensor was written; 0 if that is not counted, as for tensors made in inference mode."""
+    counted = (isinstance(tensor, Tensor) and not tensor.is_inference() for tensor in tensors)
+    return [tensor._version if counts else 0 for tensor, counts in zip(tensors, counted, strict=True)]
 
 
 def rows_of(columns: Tensor | None, device: torch.device) -> Iterator[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +40,7 @@ def by_group(policies: Mapping[str, Policy], *, together: Sequence[str] = ()) ->
     The noise of an agent follows from its lane, its step, and its place among all agents of the environment. Parameters
     are a dict by group, exploration has names such as ``"adversary.epsilon"``.
 
-    Raises TypeError for anything but policies; `funcollect.init` raises ValueError if the environment has other groups.
+    Raises TypeError for anything but policies, ValueError for names with dots, as `funcollect.init` for other groups.
 
     >>> import torch, funcollect as fc
     >>> env = fc.make_env("pettingzoo/mpe/simple_tag_v3", num_envs=2)
@@ -54,6 +54,8 @@ def by_group(policies: Mapping[str, Policy], *, together: Sequence[str] = ()) ->
     for policy in policies.values():
         check_policy(policy)
         check_sees_all(policy, "a policy by_group")
+    if dotted := [name for name in policies if "." in name]:
+        raise ValueError(f"policies has the names {dotted}, expected no dots: give the environment other groups=")
     check_keys("together", together, "agent")
     if unknown := sorted({*together} - policies.keys()):
         raise ValueError(f"together names {unknown}, expected groups out of {[*policies]}: correct the names")
@@ -233,9 +235,7 @@ class GroupPolicy(PolicyBase):
         for name, part in self.parts(spec).items():
             prefix = f"{name}."
             own: Columns = {("action",): spec.of_group(name, action)}
-            own |= {
-                (path[0].removeprefix(prefix),): leaf for path, leaf in columns.items() if path[0].startswith(prefix)
-            }
+            own |= {(key.removeprefix(prefix),): leaf for (key,), leaf in columns.items() if key.startswith(prefix)}
             rows = {path: leaf.flatten(1, 2) if part.n else leaf for path, leaf in own.items()}
             finished = part.policy.finish(rows, part.spec)
             outputs |= {(name, *path): part.by_agent(leaf, lead[1], lead[:1]) for path, leaf in finished.items()}
@@ -246,17 +246,15 @@ class GroupPolicy(PolicyBase):
     def __call__(
         self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Exploration, /
     ) -> tuple[Any, Mapping[str, Any]]:
-        after: dict[str, Any] = {}
-        outputs: dict[str, Any] = {}
-        actions = []
+        after, outputs, actions = dict[str, Any](), dict[str, Any](), []
         num_envs = len(optree.tree_leaves(observation, namespace=NAMESPACE)[0])
         for name, part in self.parts(spec).items():
             rows, values = part.rows(observation), self.of_group(name, exploration)
             after[name], found = part.answer(params[name], state[name], rows, part.noise(noise), values)
             check_action(found["action"], part.spec, num_envs * max(part.n, 1))
             actions.append(found["action"].reshape(num_envs, -1))
-            extras = {key: value for key, value in found.items() if key != "action"}
-            outputs |= {f"{name}.{key}": part.by_agent(value, num_envs) for key, value in extras.items()}
+            outputs |= {f"{name}.{key}": part.by_agent(leaf, num_envs) for key, leaf in found.items()}
+            del outputs[f"{name}.action"]
         return after, {"action": _joined(actions, spec), **outputs}
 
     def parts(self, spec: GroupedSpec) -> dict[str, _Part]:
@@ -354,11 +352,12 @@ class PartsActor(Actor):
         return all(actor.again(by_name[name]) for name, actor in self._actors.items())
 
     @override
-    def running(self) -> contextlib.AbstractContextManager[Any]:
-        stack = contextlib.ExitStack()
-        for actor in self._actors.values():
-            stack.enter_context(actor.running())
-        return stack
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for actor in self._actors.values():
+                stack.enter_context(actor.running())
+            yield
 
 
 class GroupActor(PartsActor):

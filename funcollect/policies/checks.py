@@ -174,13 +174,17 @@ def finish_columns(
     if not (chosen and spec.categories):  # a floating action may lie outside its Box: many environments clip it
         if action.is_floating_point():
             what = "the action is infinite, expected finite numbers"
-            complain_if(action.sum(), math.isinf, lambda: _raise_at(torch.isinf(action), what, action, _LOOK))
+            complain_if(action.sum(), _not_finite, lambda: _raise_at(torch.isinf(action), what, action, _LOOK))
         else:
             wrong = _outside(action, spec)
             what = f"the action is outside its space, expected {'one-hot rows for ' * spec.one_hot}{spec.space}"
             complain_if(wrong.any(), bool, partial(_raise_at, wrong, what, action, "return one of these"))
     _check_numbers({path: column for path, column in columns.items() if column is not action}, parameters or {})
     return columns | {("action",): action.to(spec.dtype)}
+
+
+def _not_finite(total: float) -> bool:
+    return not math.isfinite(total)  # the sum of both infinities is NaN
 
 
 def _check_numbers(columns: Columns, causes: Columns) -> None:

@@ -28,7 +28,7 @@ from funcollect.messages import shown
 from funcollect.policies.jax_functions.jax_policy import JaxPolicy
 from funcollect.policies.numerics import TORCH, jax_numerics
 from funcollect.policies.torch_modules.settings import bare
-from funcollect.policies.torch_modules.torch_backed import named
+from funcollect.policies.torch_modules.torch_backed import has_lazy_layers, named
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.policies.weights import check_shapes, shapes_of
 from funcollect.protocols import Policy
@@ -198,6 +198,9 @@ class TorchPopulation(Population, TorchPolicy):
         check_kind(
             "params", params, (Mapping, TensorDictBase), "pass {**params, **buffers} of torch.func.stack_module_state"
         )
+        if has_lazy_layers(module):
+            what = "policy has lazy layers, whose parameters have no shapes yet, expected layers with parameters"
+            raise ValueError(f"{what}: call the module once with an observation before")
         tensors = {name: torch.as_tensor(leaf) for name, leaf in named(params).items()}
         self.size = _size_of(tensors.values())
         own = policy.tensors(None)
@@ -229,7 +232,10 @@ class TorchPopulation(Population, TorchPolicy):
             module = bare(type(whole.module))  # type: ignore[arg-type]
             module.__dict__ = attributes
             self.replace(module)
-        vars(self.module).update(attributes)  # since the module of `whole` may have changed
+        own = vars(self.module)
+        own.update(attributes)  # since the module of `whole` may have changed
+        for name in own.keys() - attributes.keys():
+            del own[name]
 
 
 class _Members:

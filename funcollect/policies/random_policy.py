@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import reduce
-from operator import add
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -17,18 +15,22 @@ from typing_extensions import override
 from funcollect.keys import Key, Noise, Purpose, draw_ahead
 from funcollect.messages import kind_of
 from funcollect.policies.base import PolicyBase, device_of, rows_of
-from funcollect.policies.heads.head import Head
 from funcollect.policies.numerics import TORCH, encode_choices, jax_numerics
 from funcollect.protocols import Actor, ActorInputs, Columns, Env, Exploration, is_env
 from funcollect.specs import ActionSpec, GroupedSpec
+from funcollect.tree import Path
+
+# From actions and log-probabilities, as `draw_actions` returns them, to the outputs that belong to these actions.
+OfRandom = Callable[[Any, Any], dict[Path, Any]]
 
 
 def random_policy(env: Env) -> RandomPolicy:
     """A policy that draws uniformly from the environment's action space.
 
     If the observation, or that of an agent, is a Dict with an entry ``action_mask`` of the actions' size, only the
-    actions that it allows are drawn. Unbounded components of a Box are drawn as Gymnasium's `Box.sample` draws them:
-    normal, or exponential from the side that is bounded. Raises TypeError if `env` is not an environment.
+    actions that it allows are drawn; the first action if it allows none, as after the end of an episode. Unbounded
+    components of a Box are drawn as Gymnasium's `Box.sample` draws them: normal, or exponential from the side that is
+    bounded. Raises TypeError if `env` is not an environment.
 
     >>> import funcollect as fc
     >>> policy = random_policy(fc.make_env("Pendulum-v1", num_envs=2))
@@ -88,9 +90,9 @@ class RandomActor(Actor):
         if self._noise is None:
             self.actions, self.log_prob = _draw(inputs.spec, noise, inputs.observation)
         else:
-            lead = noise.shape[:2]
-            self.actions = torch.empty((*lead, *inputs.spec.shape), dtype=inputs.spec.dtype, device=noise.device)
-            self.log_prob = torch.empty(lead, device=noise.device)
+            shape = (*noise.shape[:2], *inputs.spec.shape)
+            self.actions = torch.empty(shape, dtype=inputs.spec.dtype, device=noise.device)
+            self.log_prob = torch.empty_like(noise)
         self._rows = rows_of(self.actions, noise.device)
         return True
 
@@ -115,9 +117,9 @@ class RandomStart:
     """Another actor with its first `count` actions replaced by random ones. It is still called, for other outputs."""
 
     def __init__(
-        self, actor: Actor, inputs: ActorInputs, key: Key, lanes: Any, start: int, count: int, head: Head | None
+        self, actor: Actor, inputs: ActorInputs, key: Key, lanes: Any, start: int, count: int, outputs: OfRandom
     ) -> None:
-        self._actor, self._head, self._spec, self._count = actor, head, inputs.spec, count
+        self._actor, self._outputs, self._count = actor, outputs, count
         noise = draw_ahead(random_noise(inputs.spec), key, lanes, start, count, Purpose.RANDOM_ACTION)
         self._random = RandomActor(inputs._replace(noise=noise))
         self.running, self.restart = actor.running, actor.restart
@@ -134,17 +136,15 @@ class RandomStart:
     def finish(self) -> tuple[Any, Columns]:
         """The policy's outputs, with the actions and log-probabilities of the random steps replaced."""
         policy_state, columns = self._actor.finish()
-        put_random(columns, self._random, self._head, self._spec, slice(self._count))
+        put_random(columns, self._outputs(self._random.actions, self._random.log_prob), slice(self._count))
         return policy_state, columns
 
 
-def put_random(columns: Columns, drawn: RandomActor, head: Head | None, spec: ActionSpec, rows: Any) -> None:
-    """Replace `rows` of a policy's outputs by random actions, with the entries and log-probabilities of these."""
-    entries = {} if head is None else head.record(TORCH, drawn.actions, spec)
-    for name, column in {**entries, "action": drawn.actions}.items():
-        columns[name,][rows] = column[rows]
-    if (column := columns.get(("action_log_prob",))) is not None:
-        column[rows] = in_shares(drawn.log_prob, column.shape)[rows]
+def put_random(columns: Columns, drawn: Columns, rows: Any) -> None:
+    """Replace `rows` of a policy's outputs by those that belong to random actions, as far as the policy has them."""
+    for path in columns.keys() & drawn.keys():
+        column, value = columns[path], drawn[path]
+        column[rows] = (in_shares(value, column.shape) if path[-1] == "action_log_prob" else value)[rows]
 
 
 def _draw(spec: ActionSpec, uniform: Tensor, observation: Any) -> tuple[Tensor, Tensor]:
@@ -186,28 +186,27 @@ def random_noise(spec: ActionSpec) -> Noise:
 
 
 def draw_actions(xp: Any, spec: ActionSpec, uniform: Any, masks: Any) -> tuple[Any, Any]:
-    """Actions [..., *spec.shape] from the numbers that `random_noise` describes, and their log-probabilities [...]."""
+    """Actions [..., *spec.shape] from the numbers that `random_noise` describes, and log-probabilities like `uniform`.
+
+    Those of the components of one action add up to its log-probability.
+    """
     if spec.categories:
         return _choices(xp, spec, uniform, masks)
     space: Any = spec.space
-    shape = uniform.shape[: uniform.ndim - len(spec.shape)]
     if isinstance(space, spaces.MultiBinary):
-        return xp.floor_int(2 * uniform), xp.full(shape, -math.prod(spec.shape) * math.log(2), uniform)
-    if space.dtype.kind != "f":
-        return _integers(xp, space, uniform, shape)
-    action, density = _components(xp, space, uniform)
-    return action, density.reshape(*shape, -1).sum(-1)
+        return xp.floor_int(2 * uniform), xp.full(uniform.shape, -math.log(2), uniform)
+    return (_components if space.dtype.kind == "f" else _integers)(xp, space, uniform)
 
 
 def _choices(xp: Any, spec: ActionSpec, uniform: Any, masks: Any) -> tuple[Any, Any]:
     if masks is None:
         counts = xp.constant(np.array(spec.categories, np.float32), uniform)
         chosen = xp.minimum(xp.floor_int(uniform * counts), xp.floor_int(counts) - 1)
-        log_prob = xp.full(uniform.shape[:-1], -sum(map(math.log, spec.categories)), uniform)
+        log_prob = _everywhere(xp, -np.log(spec.categories), uniform)
         return encode_choices(xp, [chosen[..., i] for i in range(len(spec.categories))], spec), log_prob
     choices = enumerate(zip(spec.categories, masks, strict=True))
     pairs = [_choice(xp, uniform[..., i], count, mask) for i, (count, mask) in choices]
-    return encode_choices(xp, [index for index, _ in pairs], spec), reduce(add, (log_prob for _, log_prob in pairs))
+    return encode_choices(xp, [index for index, _ in pairs], spec), xp.stack([log_prob for _, log_prob in pairs])
 
 
 def _choice(xp: Any, uniform: Any, count: int, mask: Any) -> tuple[Any, Any]:
@@ -216,18 +215,23 @@ def _choice(xp: Any, uniform: Any, count: int, mask: Any) -> tuple[Any, Any]:
         chosen = xp.clip(xp.floor_int(uniform * count), 0, count - 1)
         return chosen, xp.full(uniform.shape, -math.log(count), uniform)
     allowed = xp.floor_int(xp.constant(mask, uniform) != 0)
-    number = allowed.sum(-1)
+    number = xp.clip(allowed.sum(-1), 1, count)  # nothing may be allowed to finished lanes and absent agents
     rank = xp.minimum(xp.floor_int(uniform * xp.as_float(number)), number - 1)
     chosen = xp.floor_int(allowed.cumsum(-1) > rank[..., None]).argmax(-1)
     return chosen, -xp.log(xp.as_float(number))
 
 
-def _integers(xp: Any, space: Any, uniform: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
+def _everywhere(xp: Any, value: Any, like: Any) -> Any:
+    """An array of NumPy, one number per component, broadcast to the shape of `like` [..., *components]."""
+    return xp.broadcast(xp.constant(value.astype(np.float32), like), like)[0]
+
+
+def _integers(xp: Any, space: Any, uniform: Any) -> tuple[Any, Any]:
     """Integers of a Box and their log-probabilities. Bounds beyond `xp.integers`, in JAX beyond int32, are clipped."""
     low, high = (np.clip(bound.astype(np.int64), *xp.integers) for bound in (space.low, space.high))
     counts = (high.astype(np.float64) - low + 1).astype(np.float32)
     action = xp.integers_between(low, high, uniform * xp.constant(counts, uniform))
-    return action, xp.full(shape, -float(np.log(high.astype(np.float64) - low + 1).sum()), uniform)
+    return action, _everywhere(xp, -np.log(high.astype(np.float64) - low + 1), uniform)
 
 
 def _components(xp: Any, space: Any, uniform: Any) -> tuple[Any, Any]:

@@ -25,7 +25,7 @@ from funcollect.interop.bridge import Joined, argument, follow_torch, is_wide, j
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.lowering import Lowered, lower_module
 from funcollect.interop.lowering.exporting import jax_dtype, leaves_of, plain
-from funcollect.interop.memo import memo_of
+from funcollect.interop.memo import codes_of, memo_of
 from funcollect.keys import key_from_seed, torch_generator
 from funcollect.policies.checks import overlap
 from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
@@ -256,14 +256,19 @@ def _checked_module(source: Source) -> nn.Module:
     return module
 
 
-def _held(value: Any) -> Iterator[Any]:
-    """The contents of a container and those inside; what a function or method refers to, globals too; or the value."""
+def _held(value: Any, around: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """The contents of a container and those inside; what a function or method refers to, globals too; or the value.
+
+    `around` are the containers that the value lies in, in case one holds itself.
+    """
     if isinstance(value, FunctionType):
-        yield from map(value.__globals__.get, value.__code__.co_names)
+        for code in codes_of(value.__code__):
+            yield from map(value.__globals__.get, code.co_names)
     if isinstance(value, FunctionType | MethodType):
         yield from referents(value)
-    elif isinstance(value, (*CONTAINERS, tuple)):
-        yield from chain.from_iterable(map(_held, parts_of(value)))
+    elif isinstance(value, (*CONTAINERS, tuple, frozenset)):
+        if not any(value is each for each in around):
+            yield from chain.from_iterable(_held(part, (*around, value)) for part in parts_of(value))
     else:
         yield value
 

@@ -205,10 +205,22 @@ class Branching(Holding):
         return self.net(x) if x.sum() > -100 else self.net(-x)
 
 
+MEANS = torch.zeros(4)
+
+
+class Inside(Holding):
+    def forward(self, x):
+        return (lambda rows: self.net(rows - MEANS))(x)
+
+
 class Counting(Holding):
     def forward(self, x):
         self.calls += 1
         return {"logits": self.net(x), "calls": torch.full((len(x),), self.calls)}
+
+
+LOOP = [frozenset([torch.zeros(4)])]
+LOOP.insert(0, LOOP)
 
 
 @pytest.mark.parametrize(("module", "why"), [
@@ -216,6 +228,8 @@ class Counting(Holding):
     (mlp(4, 2).forward, "a plain function is not lowered"),
     (Holding(mean=torch.zeros(4)), "'mean' of Holding holds a tensor or a module beside"),
     (Holding(others=[nn.Linear(4, 2)]), "'others' of Holding holds a tensor or a module beside"),
+    (Holding(loop=LOOP), "'loop' of Holding holds a tensor or a module beside"),
+    (Inside(), "'forward' of Inside holds a tensor or a module beside"),
     (Counting(calls=0), "Counting changes its own attributes when called"),
 ])  # fmt: skip
 def test_what_is_not_lowered_crosses_and_is_explained(cartpole, module, why):

@@ -13,6 +13,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.keys import Purpose, fold, key_from_seed
+from funcollect.policies.jax_functions.jax_policy import JaxActor
 from tests.support.cases import Recurrent, jax_weights, mlp
 from tests.support.compare import assert_same, collect
 
@@ -240,6 +241,7 @@ def test_when_a_lane_ends(done):
         (lambda: fc.make_env("pettingzoo/mpe/no_v1"), ValueError, "PettingZoo has no 'mpe/no_v1' here"),
         (lambda: fc.by_group({"ant": 3}), TypeError, "expected a Policy"),
         (lambda: fc.by_group(3), TypeError, "policies is"),
+        (lambda: fc.by_group(dict.fromkeys(("a", "a.b"), jax_policy(2))), ValueError, r"\['a.b'\], expected no dots"),
         (lambda: fc.by_group(head(jax_policy(3)), together=["cat"]), ValueError, r"together names \['cat'\]"),
         (lambda: collect(made(), fc.by_group({"ant": jax_policy(2)}), 3), ValueError, r"the groups \['ant', 'bee'\]"),
         (lambda: collect(fc.make_env("CartPole-v1"), fc.by_group(head(jax_policy(3))), 3), ValueError, "no groups of"),
@@ -248,6 +250,19 @@ def test_when_a_lane_ends(done):
 def test_errors(do, error, says):
     with pytest.raises(error, match=says):
         do()
+
+
+def test_actors_that_have_begun_end_if_a_later_one_cannot_begin(monkeypatch):
+    def fails(actor):
+        raise RuntimeError("cannot begin")
+
+    env, policy, before = made(), POLICIES["mixed"](made()), torch.get_rng_state()
+    state = fc.init(env, policy, seed=0)
+    monkeypatch.setattr(JaxActor, "running", fails)
+    with pytest.raises(RuntimeError, match="cannot begin"):
+        fc.rollout(env, policy, state, 3)
+    assert torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_real_environment():

@@ -1,5 +1,6 @@
 """Modules lowered from Torch to JAX answer, learn and change as in Torch."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import gymnasium
@@ -297,6 +298,18 @@ def test_other_parameters_and_their_way_back():
         assert_equal(other(x), lowered.apply(prepared, x.numpy()), atol=1e-4)
     for name, tensor in lowered.restore(prepared).items():
         assert torch.equal(tensor, other.state_dict()[name])
+
+
+class Ranked(nn.Module):
+    def forward(self, x):
+        return x * x.ndim
+
+
+def test_threads_that_lower_at_the_same_time_get_their_own_programs():
+    lowered, shapes = lower_module(Ranked(), torch.zeros(3)), [(3,) * rank for rank in range(2, 6)]
+    with ThreadPoolExecutor(4) as pool:
+        answers = pool.map(lambda shape: lowered.apply({}, np.ones(shape, np.float32)), shapes)
+        assert [(answer.shape, float(answer.max())) for answer in answers] == [(shape, len(shape)) for shape in shapes]
 
 
 def test_lowering_leaves_torch_as_it_was():

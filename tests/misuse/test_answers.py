@@ -45,6 +45,7 @@ OF = {
 LOGITS = torch.zeros(3, 2)
 ACTIONS = torch.zeros(3, dtype=torch.int64)
 TORQUES = torch.zeros(3, 1)
+INFINITE = torch.tensor([[INF], [-INF], [0.0]])
 PAIR = (TORQUES, torch.ones(3, 1))
 ROWS = ("[3, ...]", "return one row per environment")
 AT = "lane 1, step 2 of this batch"
@@ -83,6 +84,7 @@ def test_a_network_without_a_row_per_environment(num_envs, lead, name, kind, hea
     wrong("NaN logits", cartpole, LOGITS, with_one(LOGITS, NAN), AT, "logits is NaN", LOOK, head=HEADS.categorical),
     wrong("a negative scale", pendulum, PAIR, (TORQUES, -PAIR[1]), "NaN", "has to be positive", head=HEADS.tanh_normal),
     wrong("an infinite loc", pendulum, PAIR, (with_one(TORQUES, INF), PAIR[1]), AT, "infinite", head=HEADS.normal),
+    wrong("both infinities", pendulum, PAIR, (INFINITE, PAIR[1]), "step 2", "infinite", head=HEADS.normal),
     wrong("a NaN action", pendulum, TORQUES, with_one(TORQUES, NAN), AT, "action is NaN", "expected numbers", LOOK),
     wrong("NaN in an extra", cartpole, mixed(value=STILL), mixed(value=with_one(STILL, NAN)), AT, "value is NaN", LOOK),
     wrong("a dimension too many", cartpole, ACTIONS, ACTIONS[:, None], "shape (3, 1)", "wants (3,)", "return one"),

@@ -186,6 +186,10 @@ def test_copies_are_populations_and_changes_of_the_module_act():
     assert not torch.equal(collected(env, policy)["action_log_prob"], before["action_log_prob"])
     policy.module.eval()
     assert torch.equal(collected(env, policy)["action_log_prob"], before["action_log_prob"])
+    policy.module.forward = lambda x: x[:, :2] * 0
+    assert not torch.equal(collected(env, policy)["action_log_prob"], before["action_log_prob"])
+    del policy.module.forward
+    assert torch.equal(collected(env, policy)["action_log_prob"], before["action_log_prob"])
 
 
 SAVED = [("recurrent", HOST), ("jax", JAX), *in_soak((kind, HOST) for kind in ("torch", "normalised torch", "jax"))]
@@ -326,6 +330,7 @@ def test_what_cannot_be_a_population():
         (scripted(), {}, TypeError, "has a scripted module"),
         (fc.torch_policy(lambda x: x), {}, TypeError, "over a module"),
         (member, [member.params, other.params], TypeError, "params is "),
+        (fc.torch_policy(torch.nn.LazyLinear(2)), whole, ValueError, "has lazy layers"),
         (member, {}, ValueError, "first axes"),
         (member, whole | {"0.bias": whole["0.bias"][:1]}, ValueError, "first axes"),
         (member, short, ValueError, "params differ"),

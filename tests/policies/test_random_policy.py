@@ -137,6 +137,14 @@ def test_an_action_mask_is_honoured(one_hot, start):
         assert_fair(torch.tensor([allowed.index(i) for i in here.tolist()]), len(allowed))
 
 
+@pytest.mark.parametrize("xp", [TORCH, jax_numerics()])
+def test_where_a_mask_allows_nothing_the_action_is_the_first_one(xp):
+    uniform = torch.rand(9, 1) if xp is TORCH else np.random.default_rng(0).random((9, 1), np.float32)
+    action, log_prob = draw_actions(xp, ActionSpec(spaces.Discrete(5)), uniform, [xp.full((9, 5), 0, uniform)])
+    assert not action.any()
+    assert (log_prob == 0).all()
+
+
 def test_a_mask_of_another_size_is_an_observation_like_any_other():
     batch = draw(spaces.Discrete(3), masks=MASKS, steps=200)
     assert_fair(batch["action"], 3)
@@ -202,3 +210,29 @@ def test_random_frames_of_workers_are_rounded_up_to_whole_batches(kind):
     # Asynchronous workers have one of two batches each.
     first = [True, kind is fc.MultiSyncDataCollector, False]
     assert all(of_lane[:3] == first and not any(of_lane[3:]) for of_lane in mixed.values())
+
+
+class Spread(torch.nn.Linear):
+    def forward(self, x):
+        return {"loc": super().forward(x), "scale": torch.ones(len(x), 5)}
+
+
+@pytest.mark.parametrize("workers", [{"num_workers": 2, "wait": "any", "min_ready": 1}, {}])
+@pytest.mark.parametrize("continuous", [False, True])
+def test_random_frames_of_groups_have_the_outputs_of_the_executed_actions(continuous, workers):
+    options = {"env_kwargs": {"continuous_actions": continuous}, "num_envs": 2, **workers}
+    nets, head, together = {"adversary": Spread(16, 5), "agent": Spread(14, 5)}, fc.heads.tanh_normal, []
+    if not continuous:
+        flat = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 15))
+        nets, head, together = {"adversary": flat, "agent": torch.nn.Linear(14, 5)}, fc.heads.categorical, ["adversary"]
+    policy = fc.by_group({name: fc.torch_policy(net, head=head) for name, net in nets.items()}, together=together)
+    env = fc.make_env("pettingzoo/mpe/simple_tag_v3", **options)
+    with fc.SyncDataCollector(env, policy, frames_per_batch=6, init_random_frames=6, seed=0) as collector:
+        batch = torch.cat([next(collector).clone(), next(collector)], 1)
+    for name in nets:
+        own, scores = batch[name], batch[name, "action_log_prob"]
+        wanted = 0.0 if continuous else -math.log(5) * (3 if name in together else 1)
+        torch.testing.assert_close(scores[:, :3], torch.full_like(scores[:, :3], wanted))
+        assert not torch.isclose(scores[:, 3:], torch.tensor(wanted)).any()
+        if continuous:
+            torch.testing.assert_close((own["action_unsquashed"].tanh() + 1) / 2, own["action"], atol=1e-5, rtol=0)

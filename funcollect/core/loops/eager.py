@@ -17,12 +17,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.core.batch import REWARD, Book, Page, deliver
-from funcollect.core.request import ANOTHER_POLICY, OpenFor, Request, Rollout, check_state_kind, head_of
+from funcollect.core.request import ANOTHER_POLICY, OpenFor, Request, Rollout, check_state_kind, outputs_of_random
 from funcollect.core.state import CollectorState
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memory import reads_together
 from funcollect.keys import draw_ahead, random_words
 from funcollect.policies.by_group import GroupPolicy
+from funcollect.policies.numerics import TORCH
 from funcollect.policies.random_policy import RandomStart
 from funcollect.policies.torch_modules.torch_backed import TorchBacked, TorchPolicyState
 from funcollect.processes.system import SIGNS
@@ -271,7 +272,8 @@ def open_actor(stepper: Stepper, inputs: ActorInputs) -> Any:
     actor: Any = stepper.bind(inputs)
     random_left = min(request.random_steps - state.steps_made, request.length)
     if random_left > 0:
-        actor = RandomStart(actor, inputs, state.key, state.lane_ids, state.steps_made, random_left, head_of(policy))
+        outputs = partial(outputs_of_random, TORCH, policy, inputs.spec)
+        actor = RandomStart(actor, inputs, state.key, state.lane_ids, state.steps_made, random_left, outputs)
     if stepper.fresh:
         restart_fresh(actor, policy, state)
     return actor

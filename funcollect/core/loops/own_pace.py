@@ -23,13 +23,14 @@ from typing_extensions import override
 from funcollect.core.loops import eager
 from funcollect.core.loops.eager import timed
 from funcollect.core.loops.host import HostStepper
-from funcollect.core.request import EXPLORATION, Request, Rollout, head_of
+from funcollect.core.request import EXPLORATION, Request, Rollout, outputs_of_random
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import NOT_RECORDED, bad_outcome, check_outcome
 from funcollect.errors import EnvError, PolicyError
 from funcollect.keys import Noise, Purpose, draw_ahead, random_words
 from funcollect.policies.by_group import GroupPolicy, select_state
 from funcollect.policies.checks import NoDraws, no_draws
+from funcollect.policies.numerics import TORCH
 from funcollect.policies.random_policy import RandomActor, put_random, random_noise
 from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.processes.system import SIGNS
@@ -286,7 +287,8 @@ class LanesActor(Actor):
         if self._early is not None and (random := steps < self._random_left).any():
             drawn = RandomActor(self._inputs._replace(noise=self._early[steps, self._every][None], length=1))
             drawn.act(0)
-            put_random(outputs, drawn, head_of(self._policy), self._inputs.spec, (0, random))
+            found = outputs_of_random(TORCH, self._policy, self._inputs.spec, drawn.actions, drawn.log_prob)
+            put_random(outputs, found, (0, random))
             action = outputs["action",][0]
         self._keep(outputs)
         if self._remembers:  # the next state for these lanes, the old one for the others

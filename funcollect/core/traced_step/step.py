@@ -11,7 +11,7 @@ import numpy as np
 
 from funcollect.core.batch import NEXT_FLAGS, ROOT_FLAGS
 from funcollect.core.env_params import LaneRows, call_in_lanes, map_rows, of_one_lane, recorded_params
-from funcollect.core.request import ANOTHER_POLICY, StepOptions, given_starts, head_of
+from funcollect.core.request import ANOTHER_POLICY, StepOptions, given_starts, outputs_of_random
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, differing, reset_lane, step_lane
 from funcollect.errors import PolicyError
 from funcollect.interop import words
@@ -148,16 +148,17 @@ def _random_start(
     config: StepConfig, state: Traced, keys: RunKeys, observation: Any, outputs: dict[str, Any]
 ) -> dict[str, Any]:
     """Replace the actions in the first `random_steps` steps. The policy runs all the same, for its other outputs."""
+    spec = config.env.action_spec
 
     def randomly() -> dict[str, Any]:
         draw = drawing(keys.of(Purpose.RANDOM_ACTION), state.steps)
-        action, log_prob = jax_policy.traced_random(config.env.action_spec, draw, observation)
-        head = head_of(config.policy)
-        beside = {"action": action} if head is None else head.record(jax_numerics(), action, config.env.action_spec)
-        drawn = {name: value.astype(outputs[name].dtype) for name, value in beside.items()}
-        if "action_log_prob" in outputs:
-            drawn["action_log_prob"] = jax_policy.match_log_prob(log_prob, outputs["action_log_prob"])
-        return outputs | drawn
+        action, log_prob = jax_policy.traced_random(spec, draw, observation)
+        drawn = outputs_of_random(jax_numerics(), config.policy, spec, action, log_prob)
+        return outputs | {
+            name: jax_policy.like_own(value, outputs[name], is_log_prob=path[-1] == "action_log_prob")
+            for path, value in drawn.items()
+            if (name := ".".join(path)) in outputs
+        }
 
     early = (state.steps[1] == 0) & (state.steps[0] < np.uint32(config.options.random_steps))
     if not config.branches:

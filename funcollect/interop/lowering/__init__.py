@@ -247,8 +247,8 @@ class Lowered:
             )
         kinds = zip(shapes, self._kinds, strict=True)
         leaves = [torch.zeros(shape, dtype=dtype, device=device) for shape, (dtype, device) in kinds]
-        self._programs.append(LoweredProgram(self.module, self._treespec, leaves))
-        return self._programs[-1]
+        self._programs.append(program := LoweredProgram(self.module, self._treespec, leaves))
+        return program  # another thread may have appended a later one
 
 
 def _paths_of(tree: Any) -> list[str]:

@@ -7,6 +7,7 @@ import io
 import logging
 import re
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from funcollect.interop.lowering.operators import rules
 from funcollect.messages import clipped
 from funcollect.tree import NAMESPACE
 
+_ONE_AT_A_TIME = threading.RLock()  # `torch.export` fails if two threads call it
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal_functional", "poisson", "exponential", "geometric")
 _OF_DATA = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")  # bounds that depend on data
 _RESIZING = ("upsample_nearest1d", "upsample_nearest2d", "upsample_linear1d", "upsample_bilinear2d")
@@ -107,7 +109,7 @@ def export(flat: FlatModule, leaves: list[Tensor]) -> ExportedProgram:
     table, name = _decompositions(operators), type(flat.module).__name__
     sizes = {"leaves": tuple(map(_open_sizes, leaves))}
     try:
-        with _quietly(), _lstm_states(), torch.enable_grad(), _NoShortcuts():
+        with _ONE_AT_A_TIME, _quietly(), _lstm_states(), torch.enable_grad(), _NoShortcuts():
             program = torch.export.export(flat, tuple(leaves), dynamic_shapes=sizes, strict=False)
             if not all(map(_is_covered, program.graph.nodes)):  # otherwise it would change nothing, and double the time
                 _detach_without_grad(program)

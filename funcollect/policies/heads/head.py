@@ -173,7 +173,7 @@ class FromDistribution(Head):
         if xp is TORCH and not action.is_floating_point():
             # Torch's Bernoulli takes floats. Those of 16 bits cannot hold every index.
             value = action.to(torch.promote_types(parameters[0].dtype, torch.float32))
-        return _summed(self._build(parameters).log_prob(value), action.ndim - len(spec.shape))
+        return summed(self._build(parameters).log_prob(value), action.ndim - len(spec.shape))
 
     def entropy(self, xp: Any, parameters: Parameters, spec: ActionSpec) -> Any:
         built = self._build(parameters)
@@ -182,7 +182,7 @@ class FromDistribution(Head):
         except NotImplementedError:  # Torch defines none for some distributions
             return None
         shape = built.batch_shape + built.event_shape if hasattr(built, "batch_shape") else built.mode().shape
-        return _summed(entropy, len(shape) - len(spec.shape))
+        return summed(entropy, len(shape) - len(spec.shape))
 
 
 def _mode(distribution: distributions.Distribution, name: str) -> torch.Tensor:
@@ -197,6 +197,6 @@ def _mode(distribution: distributions.Distribution, name: str) -> torch.Tensor:
     )
 
 
-def _summed(score: Any, dims: int) -> Any:
+def summed(score: Any, dims: int) -> Any:
     """A score [...] summed over the dimensions after the first `dims`, which are independent components."""
     return score.sum(tuple(range(dims, score.ndim))) if score.ndim > dims else score

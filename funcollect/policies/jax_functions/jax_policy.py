@@ -239,13 +239,13 @@ class JaxPolicy(FunctionPolicy):
                 "effect: pass changing values in params, or make another policy with funcollect.jax_policy"
             )
         source = self.params if params is None else params
-        leaves, memo = jax.tree.leaves(source), memo_of(self)
+        (leaves, structure), memo = jax.tree.flatten(source), memo_of(self)
         same, last = (lambda one, two: one is two and not one.is_deleted()), memo.get("prepared")
-        if last and len(leaves) == len(last[0]) and all(map(same, leaves, last[0])):
-            return last[1]
+        if last and structure == last[1] and all(map(same, leaves, last[0])):
+            return last[2]
         prepared = jax_arrays(source if params is None else matched(self.params, source, self.backend))
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
-            memo["prepared"] = (leaves, prepared)
+            memo["prepared"] = (leaves, structure, prepared)
         return prepared
 
 
@@ -352,11 +352,12 @@ def traced_policy(
 
 
 def traced_random(spec: ActionSpec, draw: program.Draw, observation: Any) -> tuple[Any, Any]:
-    """The random actions [P, ...] that `RandomPolicy` draws from the same words, and their log-probabilities [P]."""
+    """The random actions [P, ...] that `RandomPolicy` draws from the same words, with log-probabilities [P, ...]."""
     uniform = program.draw_noise(random_noise(spec), draw)
     return draw_actions(jax_numerics(), spec, uniform, action_mask(observation, spec))
 
 
-def match_log_prob(log_prob: Any, like: Any) -> Any:
-    """Log-probabilities [P] in the shape and dtype of a policy's own `like`: [P], or [P, n] in equal shares."""
-    return import_jax().numpy.broadcast_to(in_shares(log_prob, like.shape), like.shape).astype(like.dtype)
+def like_own(value: Any, own: Any, *, is_log_prob: bool) -> Any:
+    """An output of random actions in the dtype of a policy's own; log-probabilities in its shape, in equal shares."""
+    shared = import_jax().numpy.broadcast_to(in_shares(value, own.shape), own.shape) if is_log_prob else value
+    return shared.astype(own.dtype)

@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from itertools import chain, count, islice
 from operator import is_
-from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
 
-from funcollect.interop.memo import content_of
+from funcollect.interop.memo import codes_of, content_of
 from funcollect.policies.torch_modules import settings
 from funcollect.policies.torch_modules.settings import REGISTERED, Look, referents
 
@@ -223,7 +223,7 @@ def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
             found[next(free for free in names_of_it if free not in found)] = value
         elif isinstance(value, FunctionType):
             if str(value.__module__).partition(".")[0] not in _LIBRARIES:
-                names.update(*(code.co_names for code in _codes(value.__code__)))
+                names.update(*(code.co_names for code in codes_of(value.__code__)))
                 queue += _referents(value)
         elif parts := referents(value):
             queue += [(name, part) for part in parts]
@@ -239,13 +239,8 @@ def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
 
 
 def _referents(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    steps = chain.from_iterable(map(dis.get_instructions, _codes(function.__code__)))
+    steps = chain.from_iterable(map(dis.get_instructions, codes_of(function.__code__)))
     read = [step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     yield from ((name, function.__globals__[name]) for name in dict.fromkeys(read) if name in function.__globals__)
     yield from zip(function.__code__.co_freevars, map(content_of, function.__closure__ or ()), strict=True)
     yield from (("default", values) for values in (function.__defaults__, function.__kwdefaults__))
-
-
-def _codes(code: CodeType) -> list[CodeType]:
-    """The code, and that of the functions inside."""
-    return [code, *(inner for one in code.co_consts if isinstance(one, CodeType) for inner in _codes(one))]

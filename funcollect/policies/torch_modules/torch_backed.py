@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import optree
 import torch
@@ -104,6 +105,13 @@ class TorchBacked(HeadedPolicy):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({name_of(self._users_module)})"
+
+    def on(self, device: torch.device | None) -> Self:
+        """A policy like this one, over the same module, that runs on another device."""
+        twin = copy.copy(self)
+        twin.device, twin._warned = device, False
+        twin.replace(self.module)
+        return twin
 
     def replace(self, module: Callable[..., Any]) -> None:
         """Run another module, or function, from now on."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,13 +107,6 @@ class TorchPolicy(TorchBacked):
         self.record_state = record_state and initial_state is not None
         self.keys = tuple(keys)  # of a Dict space, passed as an argument each; empty to pass the dict as one argument
         self.head = head
-
-    def on(self, device: torch.device | None) -> TorchPolicy:
-        """A policy like this one, over the same module, that runs on another device."""
-        twin = copy.copy(self)
-        twin.device, twin._warned = device, False
-        twin.replace(self.module)
-        return twin
 
     @override
     def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:

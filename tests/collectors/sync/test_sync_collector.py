@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torch import nn
 
 import funcollect as fc
+from funcollect.policies.as_policy import as_policy
 from funcollect.policies.random_policy import RandomPolicy
 from tests.support.compare import assert_same
 from tests.support.misuse import Rigged, raises
@@ -107,6 +109,19 @@ def test_policy_and_policy_factory_are_copied_only_if_they_are_elsewhere():
     assert make(policy_factory=lambda: elsewhere, policy_device="meta").policy is elsewhere
     assert actions(next(make(policy_factory=lambda: greedy(1.0)))) == [1]
     assert isinstance(make().policy, RandomPolicy)
+
+
+MODULE = TensorDictModule(nn.Linear(4, 2), ["observation"], ["action"])
+
+
+@pytest.mark.parametrize("policy", [fc.torch_policy(torch.neg), fc.tensordict_policy(MODULE)])
+def test_policies_that_cannot_be_placed_are_refused(policy):
+    env = fc.make_env("CartPole-v1")
+    assert str(as_policy(policy, env, "meta").run_device) == "meta" != str(policy.run_device)
+    for other, says in ((jax_greedy(1.0), "JAX_PLATFORMS"), (fc.by_group({"a": greedy(1.0)}), "torch_policy")):
+        assert as_policy(other, env, "cpu") is other
+        with pytest.raises(ValueError, match=rf"policy_device is meta, but a .* runs on cpu.* {says}"):
+            as_policy(other, env, "meta")
 
 
 @pytest.mark.parametrize(("kind", "name"), [(greedy, HOST), (jax_greedy, HOST), (jax_greedy, IN_JAX)])

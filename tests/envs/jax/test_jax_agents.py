@@ -352,3 +352,14 @@ def test_players_of_a_game_in_one_loop():
     assert batch["action_mask"].gather(-1, batch["action"][..., None]).all()
     assert (batch["action_log_prob"][batch["current_player"] == 1] == 0).all()
     assert fc.player_trajectories(batch)["next", "reward"].shape[-1] == 1
+
+
+@pytest.mark.parametrize("kind", in_soak(["jax", "together"]))
+def test_random_steps_have_the_log_probabilities_of_the_executed_actions(kind):
+    env = made()
+    batch = collect(env, POLICIES[kind](env), 8, random_steps=4)
+    for name in GROUPS:
+        scores, agents = batch[name, "action_log_prob"], 2 if (kind, name) == ("together", "ant") else 1
+        wanted = torch.tensor(-np.log(3) * agents, dtype=torch.float32)
+        torch.testing.assert_close(scores[:, :4], wanted.expand_as(scores[:, :4]))
+        assert not torch.isclose(scores[:, 4:], wanted).all()

@@ -181,6 +181,8 @@ def test_params_are_prepared_once_per_version():
     own = policy.prepare(None)
     assert policy.prepare(None) is own
     assert policy.prepare(dict(policy.params)) is own
+    with pytest.raises(ValueError, match="is absent"):
+        policy.prepare(dict(zip("xyz", jax.tree.leaves(policy.params), strict=False)))
     other = policy.prepare(weights(2.0))
     assert other is not own
     assert other["b"].tolist() == [0, 2]

@@ -1,5 +1,6 @@
 """Policies of Torch modules, eager and compiled by `torch.compile`."""
 
+import itertools
 import pickle
 
 import gymnasium
@@ -91,6 +92,13 @@ def test_memory_that_is_written_again_is_recorded_right(name, lengths):
     assert torch.equal(viewed["observation"], x)
     for key, wanted in {"same": x, "part": x[..., 1:3], "row": x[..., 0]}.items():
         assert torch.equal(viewed[key], wanted), key
+
+
+def test_buffers_that_are_written_in_turn_are_refused():
+    buffers = itertools.cycle([torch.zeros(3), torch.zeros(3)])
+    policy = fc.torch_policy(lambda x: {"action": push(x), "sum": next(buffers).copy_(x.sum(-1))})
+    with pytest.raises(fc.PolicyError, match="after it had been returned"):
+        collect(fc.make_env("CartPole-v1", num_envs=3), policy, 70)
 
 
 def vector_env():
