@@ -75,7 +75,7 @@ def parts_of(
     lanes = getattr(env, "num_envs", None) or 1
     if isinstance(batches, CollectorBase):
         seed, run = batches.seed if seed is None else seed, getattr(batches, "run", None)
-        lanes = getattr(batches, "lanes", lanes) if run is None else sum(run.lanes)
+        lanes = getattr(batches, "lanes", lanes) if run is None else run.total_lanes
     seed = seed if getattr(env, "seeding", None) == "episode" else None
     return (_part(joined, env, seed, lanes) for joined in _joined(batches, frames))
 

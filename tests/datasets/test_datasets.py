@@ -120,9 +120,11 @@ def test_a_table_of_hugging_face_has_every_leaf(tmp_path):
         from_hf(saved.remove_columns("action"))
 
 
-def test_minari_reads_spaces_infos_and_seeds_that_give_the_episodes_again(tmp_path):
+@pytest.mark.parametrize("kind", [fc.SyncDataCollector, fc.MultiSyncDataCollector])
+def test_minari_reads_spaces_infos_and_seeds_that_give_the_episodes_again(kind, tmp_path):
     env = fc.make_env("Pendulum-v1", num_envs=2, max_episode_steps=9)
-    with fc.SyncDataCollector(env, frames_per_batch=10, total_frames=80, seed=1) as collector:
+    part = {} if kind is fc.SyncDataCollector else {"shard": fc.Shard(1, 2), "num_workers": 1, "in_process": True}
+    with kind(env, frames_per_batch=10, total_frames=80, seed=1, **part) as collector:
         write_minari(tmp_path / "dataset", collector, env=env, metadata={"author": "nobody"}, frames_per_part=30)
     dataset = minari.MinariDataset(tmp_path / "dataset")
     assert dataset.storage.metadata["author"] == {"nobody"}

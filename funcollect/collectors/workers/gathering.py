@@ -13,6 +13,7 @@ import cloudpickle
 import torch
 from tensordict import TensorDict
 
+from funcollect.collectors.options import Shard
 from funcollect.collectors.workers.weights import Weights, WeightStore
 from funcollect.collectors.workers.worker import Job, RolloutReport, Worker, WorkerInfo
 from funcollect.errors import WorkerError
@@ -194,6 +195,12 @@ class Gathering(WorkerPool):
     def lanes(self) -> list[int]:
         """The number of lanes of each worker at work."""
         return [self.infos[worker].lanes for worker in self.workers]
+
+    @property
+    def total_lanes(self) -> int:
+        """The number of lanes by which ids count: those of all shards, without workers that were added or removed."""
+        shard: Shard = self.records[0].job.options.shard
+        return shard.count * (self.info.num_envs or 1)
 
     @property
     def frames(self) -> list[int]:
