@@ -150,7 +150,7 @@ class LocalOptions(RunOptions):
     storing_device: Device = None
     """where batches are delivered."""
     update_at_each_batch: bool = False
-    """before each batch, take the policy's weights as they are then, as a new policy version."""
+    """before each batch, take the weights as they are then, the policy's or those given, as a new policy version."""
     shard: Shard = Shard()
     """which lanes the collector has, if it is a part of a larger run."""
 

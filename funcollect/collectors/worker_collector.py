@@ -141,7 +141,7 @@ class WorkerCollector(CollectorBase):
     @override
     def _gather(self) -> TensorDictBase:
         if self.options.update_at_each_batch and self._batches:
-            self.update_policy_weights_()
+            self.update_policy_weights_(self.params)
         return self.rollout()
 
     @exclusive

@@ -121,8 +121,10 @@ def test_update_policy_weights(kind, name):
     assert collector.stats()["policy_version"] == 3
 
 
-def test_update_at_each_batch_counts_and_keeps_what_acts():
-    collector = make(greedy(-1.0), update_at_each_batch=True)
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "in_process": True}])
+def test_update_at_each_batch_counts_and_keeps_what_acts(workers):
+    kind = fc.MultiSyncDataCollector if workers else fc.SyncDataCollector
+    collector = kind("CartPole-v1", greedy(-1.0), frames_per_batch=20, update_at_each_batch=True, **workers)
     seen = [next(collector), next(collector)]
     collector.update_policy_weights_(greedy(1.0).params)
     seen += [next(collector), next(collector)]
