@@ -63,7 +63,8 @@ def player_trajectories(batch: TensorDictBase, previous: TensorDictBase | None =
     ``next.observation`` is what the player observes then, and ``next.reward`` ``[F, 1]`` is the sum of its own rewards
     from the move until then, or until the end of the game. So `gae`, `MultiStep`, `split_trajectories`, buffers and
     `evaluate_actions` with the policy of the player take it. With n players, ``collector.traj_ids`` and ``.lane`` are
-    ``n * own + player``, and ``collector.step`` counts the player's moves.
+    ``n * own + player``, and ``collector.step`` counts the player's moves; those of a game before its first frame here
+    are counted as if the players had taken equal turns.
 
     A move whose outcome lies after the batch is left out; pass the batch before as `previous` to get those of its moves
     that end in this one. Rewards before a player's first move belong to none. Where a game is truncated, the next
@@ -134,7 +135,10 @@ class _Turns:
         at = (moves & closes.gather(-1, end) & (end >= self.first)).nonzero(as_tuple=True)
         until = (*at[:-1], end[at])
         count = moves.cumsum(-1)
-        number = self.step + count - 1 - (count - moves.long()).gather(-1, self.begin)
+        following = torch.where(moves, self.time, len(self.time)).flip(-1).cummin(-1).values.flip(-1)  # the next move
+        wait = (following.gather(-1, self.begin) - self.begin).clamp(max=self.players - 1)
+        earlier = (self.step + wait) // self.players  # moves of a game that began before, if players take equal turns
+        number = earlier + count - 1 - (count - moves.long()).gather(-1, self.begin)
         reward = self.reward[..., player]
         total = reward.double().cumsum(-1)
         result = {path: leaf[until if path[0] == "next" else at] for path, leaf in leaves.items()}
