@@ -216,7 +216,7 @@ class RayCollector(WorkerCollector):
             limit = 1 if self.update_after_each_batch else max(self.max_weight_update_interval, 1)
             gathered = {*self.run.gathered} & {*self.run.workers}
             if late := [worker for worker in sorted(gathered) if self._since_update[worker] >= limit]:
-                self.update_policy_weights_(worker_ids=late)
+                self._send(self.params, late)
         batch = self.rollout()
         for worker in self.run.gathered:
             self._since_update[worker] += 1
@@ -224,11 +224,9 @@ class RayCollector(WorkerCollector):
         return batch if device is None else batch.to(device)
 
     @override
-    def update_policy_weights_(
-        self, params: Any = None, worker_ids: int | Sequence[int] | None = None, *, policy_or_weights: Any = None
-    ) -> None:
-        super().update_policy_weights_(params, worker_ids, policy_or_weights=policy_or_weights)
-        self._since_update |= dict.fromkeys(self.run.chosen(worker_ids), 0)
+    def _send(self, params: Any, workers: Sequence[int]) -> None:
+        super()._send(params, workers)
+        self._since_update |= dict.fromkeys(workers, 0)
 
     def add_collectors(
         self,
