@@ -251,9 +251,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The state that `load_state_dict` takes: weights, key and counts, which ``weights_only=True`` can read."""
-        if self._in_use:
-            self._refuse()
-        return self._saved(None)
+        return self._saved(None) if self._closed and not self._in_use else self.saved_run(None)
 
     @override
     @exclusive

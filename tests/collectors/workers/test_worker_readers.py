@@ -106,7 +106,7 @@ def test_a_buffer_is_filled_paused_and_filled_on(kind, transport):
         collector.resume()
         buffer.wait_for(count + 8)
         for taken in (
-            *[collector.state_dict] * (kind in COLLECTORS),  # between two batches, one in this process gives it
+            collector.state_dict,
             lambda: next(collector), collector.rollout, collector.reset,
             lambda: collector.set_seed(0), lambda: collector.load_state_dict({}),
         ):  # fmt: skip
@@ -116,6 +116,24 @@ def test_a_buffer_is_filled_paused_and_filled_on(kind, transport):
             collector.start(buffer)
     assert buffer[-1]["collector", "policy_version"].max() == 19
     assert not any(thread.name == "funcollect filler" for thread in threading.enumerate())
+
+
+def test_no_state_is_taken_between_two_batches_of_the_thread():
+    extending, taken = threading.Event(), threading.Event()
+
+    class Slow:
+        def extend(self, batch):
+            extending.set()
+            taken.wait()
+
+    with made(fc.SyncDataCollector, "") as collector:
+        collector.start(Slow())
+        extending.wait()
+        try:
+            with pytest.raises(RuntimeError, match="pause"):
+                collector.state_dict()
+        finally:
+            taken.set()
 
 
 def test_a_block_of_a_pause_resumes_at_its_end_also_after_an_exception_and_after_the_collectors_end():
