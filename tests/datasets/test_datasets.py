@@ -326,6 +326,21 @@ def test_all_closed_parts_are_read_while_a_run_goes_on_and_after_it_was_killed(f
         assert torch.equal(each["action"], same["action"])
 
 
+class Pairs(fc.SyncDataCollector):
+    """Delivers lanes in pairs that change, as a `RayCollector` of asynchronous collectors does."""
+
+    pairs = ()
+
+    def __next__(self):
+        if not self.pairs:
+            rows = super().__next__()
+            self.pairs = [rows[[0, 2]], rows[[1, 3]]] if self._batches % 2 else [rows[[0, 3]], rows[[1, 2]]]
+        return self.pairs.pop()
+
+    def _split_by_order(self, batch):
+        return batch.unbind(0)
+
+
 def test_parts_are_written_while_batches_come_and_workers_episodes_are_joined(tmp_path):
     env = make("box", lanes=2)
     seen = []
@@ -346,6 +361,8 @@ def test_parts_are_written_while_batches_come_and_workers_episodes_are_joined(tm
     seeds = [each["seed"] for each in minari.MinariDataset(tmp_path / "w").storage.get_episode_metadata(range(20))]
     assert len({*seeds}) == 20
     batches = [*collected(make("box", lanes=4), 60)]
+    pairs = Pairs(make("box", lanes=4), frames_per_batch=20, total_frames=240, seed=3)
+    assert write_minari(tmp_path / "p", pairs, env=env) == sum(map(len, episodes(batches)))
     with pytest.raises(ValueError, match="batches have lanes up to 3, but seed is of a run with 2: pass the collector"):
         write_minari(tmp_path / "x", batches, env=env, seed=0)
 
