@@ -299,14 +299,15 @@ class RayCollector(WorkerCollector):
 
         TypeError or ValueError if it is no `state_dict` of collectors that were added and removed as these were.
         """
-        if isinstance(state_dict, Mapping):
-            state_dict = [{**state_dict, "place": place} for place in self._places]
-        saved = listed(state_dict)
+        for_all = isinstance(state_dict, Mapping)
+        saved = [{**state_dict, "place": place} for place in self._places] if for_all else listed(state_dict)
         if not saved or not all(isinstance(each, Mapping) and {"place", "run"} <= each.keys() for each in saved):
             what = f"state_dict is {shown(state_dict, 60)}, expected a list with a dict for each collector, or one"
             raise TypeError(f"{what} for all: pass the result of state_dict of a RayCollector")
-        workers = {str(index): each for index, each in enumerate(saved)}
-        self.continue_run({**saved[0]["run"], "workers": workers, "places": [each["place"] for each in saved]}, None)
+        run, workers = saved[0]["run"], {str(index): each for index, each in enumerate(saved)}
+        if for_all:  # the saved run may have had another number of collectors
+            run = {**run, "own_workers": [run["own_weights"]] * len(saved)}
+        self.continue_run({**run, "workers": workers, "places": [each["place"] for each in saved]}, None)
 
     @property
     def _places(self) -> list[list[int]]:
