@@ -102,7 +102,9 @@ class MixedBuffers:
 
     def update_priority(self, index: Any, priority: Any, written: Any = None) -> None:
         """Set the priorities of frames in the buffers that have priorities; see `ReplayBuffer.update_priority`."""
-        values = torch.as_tensor(priority).reshape(-1)
+        values, count = torch.as_tensor(priority).reshape(-1), math.prod(np.shape(index))
+        if len(values) not in (1, count):
+            raise ValueError(f"{len(values)} priorities are given for {count} frames: give one each, or for all")
         for buffer, rows, slots, then in self._parts(index, written):
             if isinstance(buffer.sampler, PrioritizedSampler):
                 buffer.update_priority(slots, values if len(values) == 1 else values[rows.to(values.device)], then)

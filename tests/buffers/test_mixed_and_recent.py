@@ -84,6 +84,9 @@ BAD = {
         filled(TensorDict({"y": torch.ones(3)}, [3]))
     ).sample(4),
     "index holds 20, expected slots below 20": lambda: mixture(filled(numbers(4))).update_priority([20], 1.0),
+    "2 priorities are given for 3 frames: give one each": lambda: mixture(
+        filled(numbers(8), 8, prioritized)
+    ).update_priority([4, 5, 6], [1.0, 2.0]),
 }
 
 
