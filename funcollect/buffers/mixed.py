@@ -15,7 +15,7 @@ from torch import Tensor
 from funcollect.arguments import check_kind, check_number, check_optional_positive
 from funcollect.buffers.editing import WRITTEN, rows_of
 from funcollect.buffers.indices import wanted_size
-from funcollect.buffers.keyed_replay import TensorDictReplayBuffer
+from funcollect.buffers.keyed_replay import TensorDictReplayBuffer, spread
 from funcollect.buffers.replay import ReplayBuffer
 from funcollect.buffers.samplers import PrioritizedSampler
 from funcollect.buffers.storages.packed_rows import leaves_of
@@ -93,7 +93,7 @@ class MixedBuffers:
         joined, whole = {key: torch.cat([info[key] for info in infos]) for key in infos[0]}, _concatenated(batches)
         setattr(joined["index"].untyped_storage(), WRITTEN, tuple(written))
         if all(isinstance(buffer, TensorDictReplayBuffer) for buffer in self.buffers):
-            whole["index"] = joined["index"]  # in place of each buffer's own slots
+            whole["index"] = spread(joined["index"], whole)  # in place of each buffer's own slots
         return (whole, joined) if return_info else whole
 
     def written_at(self, index: Any) -> Any:
