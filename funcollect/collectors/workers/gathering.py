@@ -225,8 +225,12 @@ class Gathering(WorkerPool):
         ready = self.ready[place]
         batch = ready.take()
         del self.ready[place]
-        if more and self._ahead:
-            self._advance(self._ahead, held=1)
+        try:
+            if more and self._ahead:
+                self._advance(self._ahead, held=1)
+        except BaseException:  # such as Ctrl-C while a worker copies weights
+            self.ready.insert(place, ready._replace(take=itertools.repeat(batch).__next__))
+            raise
         self.version, self.gathered = ready.version, ready.workers
         if ready.final is not None:
             attach(batch, ready.final)

@@ -9,6 +9,7 @@ import jupyter_client
 import pytest
 
 import funcollect as fc
+from tests.support.compare import assert_same
 from tests.support.faulty.faulty_workers import Plain
 from tests.support.running import once
 from tests.support.workers import COLLECTORS, FOREVER, TRANSPORTS, gone, multi, wait_until
@@ -134,6 +135,21 @@ def test_no_state_is_taken_between_two_batches_of_the_thread():
                 collector.state_dict()
         finally:
             taken.set()
+
+
+def test_an_interrupt_while_the_next_rollout_begins_loses_no_batch(monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with made(COLLECTORS[0], "serial", prefetch=True) as one, made(COLLECTORS[0], "serial", prefetch=True) as other:
+        wanted = [next(one).clone() for _ in range(3)]
+        got = [next(other).clone()]
+        monkeypatch.setattr(other.run.weights, "flush", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(other)
+        monkeypatch.undo()
+        got += [next(other).clone() for _ in range(2)]
+    assert_same(got, wanted)
 
 
 def test_a_block_of_a_pause_resumes_at_its_end_also_after_an_exception_and_after_the_collectors_end():
