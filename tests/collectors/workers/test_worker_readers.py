@@ -7,6 +7,7 @@ import threading
 
 import jupyter_client
 import pytest
+import torch
 
 import funcollect as fc
 from tests.support.compare import assert_same
@@ -119,7 +120,9 @@ def test_a_buffer_is_filled_paused_and_filled_on(kind, transport):
     assert not any(thread.name == "funcollect filler" for thread in threading.enumerate())
 
 
-def test_no_state_is_taken_between_two_batches_of_the_thread():
+def test_neither_state_nor_batch_is_taken_between_two_batches_of_the_thread():
+    statistics = fc.running_statistics.init(fc.make_env(Plain).observation_space)
+    policy = fc.normalized(fc.torch_policy(torch.nn.Linear(2, 2), head=fc.heads.categorical), statistics)
     extending, taken = threading.Event(), threading.Event()
 
     class Slow:
@@ -127,12 +130,14 @@ def test_no_state_is_taken_between_two_batches_of_the_thread():
             extending.set()
             taken.wait()
 
-    with made(fc.SyncDataCollector, "") as collector:
+    with made(fc.SyncDataCollector, "", policy=policy, update_statistics=True) as collector:
         collector.start(Slow())
         extending.wait()
         try:
-            with pytest.raises(RuntimeError, match="pause"):
-                collector.state_dict()
+            for take in (collector.state_dict, collector.next):
+                with pytest.raises(RuntimeError, match="pause"):
+                    take()
+            assert policy.statistics.count == 0
         finally:
             taken.set()
 
