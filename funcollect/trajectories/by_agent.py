@@ -34,7 +34,9 @@ def agents_as_rows(batch: TensorDictBase, group: str) -> TensorDict:
     (torch.Size([2, 3, 8]), torch.Size([2, 3, 8, 16]))
     """
     check_kind("batch", batch, TensorDictBase, "pass the batch of a rollout")
-    if group not in (keys := [*batch.keys()]):
+    rewards = flatten(batch.get("next", {}))
+    if (group, "reward") not in rewards:
+        keys = [path[0] for path in rewards if path[1:] == ("reward",)]
         raise ValueError(f"group is {shown(group)}, expected a key of the batch, {keys}: name one of env.groups")
     time, n = batch.ndim - 1, batch["next", group, "reward"].shape[batch.ndim]
 
