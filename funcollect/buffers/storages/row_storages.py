@@ -210,7 +210,7 @@ class LazyTensorStorage(Storage):
     def copy(self) -> LazyTensorStorage:
         twin = LazyTensorStorage(self.max_size, ndim=self.ndim, device=self.device)
         twin.compact_obs, twin.frame_stack, twin.end = self.compact_obs, self.frame_stack, self.end
-        twin._held = copy.deepcopy(self._held)
+        twin.edits, twin.linked, twin._held = self.edits, self.linked, copy.deepcopy(self._held)
         return twin
 
     @override
