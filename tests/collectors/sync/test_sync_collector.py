@@ -325,11 +325,16 @@ def test_simulators_are_closed_by_with_and_with_a_collector_that_is_dropped():
     failed[-1].spoil = raises(ZeroDivisionError())
     with pytest.raises(fc.EnvError), failing:
         next(failing)
+    refused = []
+    with pytest.raises(TypeError, match="has no statistics") as raised:
+        made = {"create_env_fn": lambda: refused.append(Rigged()) or refused[-1], "frames_per_batch": 10}
+        fc.SyncDataCollector(**made, update_statistics=True)
     dropped, left = rigged()
     batch = next(dropped)
     del dropped
     gc.collect()
-    assert [simulator.closed for simulator in (*used, *failed, *left)] == [1] * 6
+    assert [simulator.closed for simulator in (*used, *failed, *refused, *left)] == [1] * 7
+    assert raised.tb is not None  # which holds the collector
     assert batch["observation"].shape == (2, 5, 2)
 
 
