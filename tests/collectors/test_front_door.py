@@ -47,6 +47,8 @@ def test_a_list_of_environments_is_one_for_each_worker_and_a_derived_class_is_it
     with fc.AsyncCollector(ENV, **FRAMES, **LOCAL) as collector:
         assert isinstance(collector, fc.MultiaSyncDataCollector)
         assert len(collector.run.workers) == 1
+    with pytest.raises(ValueError, match="create_env_fn has 2 entries, expected 1"):
+        fc.AsyncCollector([ENV] * 2, **FRAMES, **LOCAL)
 
     ended = []
 
