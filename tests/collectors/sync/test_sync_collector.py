@@ -326,8 +326,8 @@ def test_simulators_are_closed_by_with_and_with_a_collector_that_is_dropped():
     with pytest.raises(fc.EnvError), failing:
         next(failing)
     refused = []
+    made = {"create_env_fn": lambda: refused.append(Rigged()) or refused[-1], "frames_per_batch": 10}
     with pytest.raises(TypeError, match="has no statistics") as raised:
-        made = {"create_env_fn": lambda: refused.append(Rigged()) or refused[-1], "frames_per_batch": 10}
         fc.SyncDataCollector(**made, update_statistics=True)
     dropped, left = rigged()
     batch = next(dropped)
