@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.buffers.editing import WRITTEN
+from funcollect.buffers.editing import note_written
 from funcollect.buffers.keywords import part_of
 from funcollect.buffers.replay import ReplayBuffer
 from funcollect.buffers.samplers import PrioritizedSampler
@@ -98,7 +98,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         for name, leaf in info.items():
             batch.set(name, spread(leaf, batch))
         if "index" in info:
-            setattr(batch["index"].untyped_storage(), WRITTEN, self.written_at(info["index"]))  # it may be a copy
+            note_written(batch["index"], self.written_at(info["index"]))  # it may be a copy
         return batch
 
     @override

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.arguments import check_kind, check_number, check_optional_positive
-from funcollect.buffers.editing import WRITTEN, rows_of
+from funcollect.buffers.editing import note_written, rows_of
 from funcollect.buffers.indices import wanted_size
 from funcollect.buffers.keyed_replay import TensorDictReplayBuffer, spread
 from funcollect.buffers.replay import ReplayBuffer
@@ -91,7 +91,7 @@ class MixedBuffers:
                 infos.append({"index": index, "buffer": torch.full_like(slots, number), "priority_weight": weight})
                 batches.append(batch)
         joined, whole = {key: torch.cat([info[key] for info in infos]) for key in infos[0]}, _concatenated(batches)
-        setattr(joined["index"].untyped_storage(), WRITTEN, tuple(written))
+        note_written(joined["index"], tuple(written))
         if all(isinstance(buffer, TensorDictReplayBuffer) for buffer in self.buffers):
             whole["index"] = spread(joined["index"], whole)  # in place of each buffer's own slots
         return (whole, joined) if return_info else whole
