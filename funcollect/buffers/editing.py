@@ -22,7 +22,8 @@ from funcollect.messages import clipped, kind_of, shown
 from funcollect.trajectories.split import readable
 from funcollect.tree import Path, as_path, flatten, time_last
 
-WRITTEN = "_funcollect_written"  # the attribute of a tensor of slots' storage: frames written when it was returned
+# The attribute of the memory of slots: the frames written when they were returned, and the tensor's version then.
+_WRITTEN = "_funcollect_written"
 
 
 class FramesByIndex:
@@ -123,7 +124,20 @@ class FramesByIndex:
 
     def written_at(self, index: Any) -> int | None:
         """How many frames a buffer had been given when it returned these slots; None if they do not record it."""
-        return getattr(index.untyped_storage(), WRITTEN, None) if isinstance(index, Tensor) else None
+        if not isinstance(index, Tensor):
+            return None
+        written, version = getattr(index.untyped_storage(), _WRITTEN, (None, None))
+        return written if version is None or _version(index) in (None, version) else None  # else it was overwritten
+
+
+def note_written(index: Tensor, written: Any) -> None:
+    """Record in the memory of slots what `written_at` returns for them and their views."""
+    setattr(index.untyped_storage(), _WRITTEN, (written, _version(index)))
+
+
+def _version(index: Tensor) -> int | None:
+    """How often a tensor was changed in place; None for one of inference mode, which does not count this."""
+    return None if index.is_inference() else index._version
 
 
 def rows_of(values: Any, shape: tuple[int, ...]) -> dict[Path, Tensor]:

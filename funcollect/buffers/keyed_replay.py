@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.buffers.editing import WRITTEN
+from funcollect.buffers.editing import note_written
 from funcollect.buffers.keywords import part_of
 from funcollect.buffers.replay import ReplayBuffer
 from funcollect.buffers.samplers import PrioritizedSampler
@@ -95,11 +95,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def _labelled(self, batch: Any, info: Mapping[str, Tensor]) -> Any:
         if not isinstance(batch, TensorDictBase):
             raise TypeError(f"the sample is {kind_of(batch)}, expected a TensorDict: sample others from a ReplayBuffer")
-        # Frames that are sequences have the same slot at each of their steps.
         for name, leaf in info.items():
-            batch.set(name, leaf.view(-1, *[1] * (batch.ndim - 1)).expand(batch.shape))
+            batch.set(name, spread(leaf, batch))
         if "index" in info:
-            setattr(batch["index"].untyped_storage(), WRITTEN, self.written_at(info["index"]))  # it may be a copy
+            note_written(batch["index"], self.written_at(info["index"]))  # it may be a copy
         return batch
 
     @override
@@ -126,6 +125,11 @@ class TensorDictReplayBuffer(ReplayBuffer):
         rows = index.reshape(len(index) if index.ndim else 1, -1)
         index = rows[:, 0] if (rows == rows[:, :1]).all() else index.reshape(-1)
         self.update_priority(index, self._reduced(priority, index.numel()), written)
+
+
+def spread(leaf: Tensor, batch: TensorDictBase) -> Tensor:
+    """A view [*N] of a leaf [N], for a batch [*N]: a frame that is a sequence has one slot at all of its steps."""
+    return leaf.view(-1, *[1] * (batch.ndim - 1)).expand(batch.shape)
 
 
 class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):

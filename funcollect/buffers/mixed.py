@@ -13,9 +13,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.arguments import check_kind, check_number, check_optional_positive
-from funcollect.buffers.editing import WRITTEN, rows_of
+from funcollect.buffers.editing import note_written, rows_of
 from funcollect.buffers.indices import wanted_size
-from funcollect.buffers.keyed_replay import TensorDictReplayBuffer
+from funcollect.buffers.keyed_replay import TensorDictReplayBuffer, spread
 from funcollect.buffers.replay import ReplayBuffer
 from funcollect.buffers.samplers import PrioritizedSampler
 from funcollect.buffers.storages.packed_rows import leaves_of
@@ -91,9 +91,9 @@ class MixedBuffers:
                 infos.append({"index": index, "buffer": torch.full_like(slots, number), "priority_weight": weight})
                 batches.append(batch)
         joined, whole = {key: torch.cat([info[key] for info in infos]) for key in infos[0]}, _concatenated(batches)
-        setattr(joined["index"].untyped_storage(), WRITTEN, tuple(written))
+        note_written(joined["index"], tuple(written))
         if all(isinstance(buffer, TensorDictReplayBuffer) for buffer in self.buffers):
-            whole["index"] = joined["index"]  # in place of each buffer's own slots
+            whole["index"] = spread(joined["index"], whole)  # in place of each buffer's own slots
         return (whole, joined) if return_info else whole
 
     def written_at(self, index: Any) -> Any:
@@ -102,7 +102,9 @@ class MixedBuffers:
 
     def update_priority(self, index: Any, priority: Any, written: Any = None) -> None:
         """Set the priorities of frames in the buffers that have priorities; see `ReplayBuffer.update_priority`."""
-        values = torch.as_tensor(priority).reshape(-1)
+        values, count = torch.as_tensor(priority).reshape(-1), math.prod(np.shape(index))
+        if len(values) not in (1, count):
+            raise ValueError(f"{len(values)} priorities are given for {count} frames: give one each, or for all")
         for buffer, rows, slots, then in self._parts(index, written):
             if isinstance(buffer.sampler, PrioritizedSampler):
                 buffer.update_priority(slots, values if len(values) == 1 else values[rows.to(values.device)], then)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from funcollect.arguments import check_count, check_flags, check_function, check_kind, check_optional_positive
 from funcollect.buffers import Ints, dumping, ring
-from funcollect.buffers.editing import WRITTEN, FramesByIndex
+from funcollect.buffers.editing import FramesByIndex, note_written
 from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Sampler, from_generator, wanted_size
 from funcollect.buffers.keywords import OWNERS, part_of, takes_foreign
 from funcollect.buffers.reader import ReplayReader, check_readable
@@ -167,7 +167,7 @@ class ReplayBuffer(FramesByIndex):
         Rows of -1 are ignored, and so are frames that have been overwritten since `index` was returned. The tensor that
         `extend`, `add` or `sample` returned records when that was, and so do its views. A copy, such as
         ``index[mask]``, ``index.int()``, ``index.cuda()``, ``index.numpy()`` or an unpickled index, needs `written`, or
-        the frames that are in the slots now get the priorities.
+        the frames that are in the slots now get the priorities; so does an index that was changed in place.
 
         Args:
             index: ``[N]`` slots, as `extend` returned them or ``info["index"]`` has them.
@@ -186,7 +186,7 @@ class ReplayBuffer(FramesByIndex):
 
     def _index(self, slots: Ints | Tensor) -> Tensor:  # that records how many frames had been written
         index = slots if isinstance(slots, Tensor) else torch.from_numpy(slots)
-        setattr(index.untyped_storage(), WRITTEN, self._before + self._memory.written)
+        note_written(index, self._before + self._memory.written)
         return index
 
     def _gathered(self, drawn: SampleIndices, with_info: bool = True) -> _Sample:

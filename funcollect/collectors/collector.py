@@ -288,6 +288,9 @@ class CollectorBase(RunOptions, InUse, ABC):
 
     def __next__(self) -> TensorDictBase:
         if self._moments is not None and not self._closed:
+            if self._in_use:
+                self._refuse()
+            self._check_ready()
             self._add_to_statistics(self._moments)
         if self.replay_buffer is not None:
             return self._fill_buffer()

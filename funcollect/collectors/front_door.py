@@ -155,5 +155,4 @@ class AsyncCollector(_DoorBase, MultiaSyncDataCollector):
 
     @staticmethod
     def _choose(create_env_fn: Any, *args: Any, **keywords: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        one = {} if listed(create_env_fn) else {"num_workers": 1}
-        return MultiaSyncDataCollector, (create_env_fn, *args), one | keywords
+        return MultiaSyncDataCollector, (create_env_fn, *args), {"num_workers": 1} | keywords

@@ -150,7 +150,7 @@ class LocalOptions(RunOptions):
     storing_device: Device = None
     """where batches are delivered."""
     update_at_each_batch: bool = False
-    """before each batch, take the policy's weights as they are then, as a new policy version."""
+    """before each batch, take the weights as they are then, the policy's or those given, as a new policy version."""
     shard: Shard = Shard()
     """which lanes the collector has, if it is a part of a larger run."""
 
@@ -217,9 +217,11 @@ class Options(RunnerOptions):
         for name in HOOKS:
             check_hook(name, getattr(self, name))
         padded = self.traj_format == "padded" and buffer is None
-        if not self.track_traj_ids and (self.split_trajs or self.set_truncated or padded):
-            what = "track_traj_ids is False, so batches lack the keys of 'collector', which show padding and cuts"
-            raise ValueError(f"{what}: leave it out, or split_trajs, set_truncated and traj_format='padded'")
+        bare = self.compact_obs and self.postproc is None  # which might restore next observations
+        if not self.track_traj_ids and (self.split_trajs or self.set_truncated or padded or bare):
+            what = "track_traj_ids is False, so batches lack the keys of 'collector', which show padding and cuts, and"
+            mend = "leave it out, or split_trajs, set_truncated, traj_format='padded' and compact_obs"
+            raise ValueError(f"{what} have the last observations of compact_obs: {mend}")
 
     def _check_trajectories(self) -> None:
         arguments.check_optional_positive("trajs_per_batch", self.trajs_per_batch)

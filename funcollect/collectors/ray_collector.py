@@ -216,7 +216,7 @@ class RayCollector(WorkerCollector):
             limit = 1 if self.update_after_each_batch else max(self.max_weight_update_interval, 1)
             gathered = {*self.run.gathered} & {*self.run.workers}
             if late := [worker for worker in sorted(gathered) if self._since_update[worker] >= limit]:
-                self.update_policy_weights_(worker_ids=late)
+                self._send(self.params, late)
         batch = self.rollout()
         for worker in self.run.gathered:
             self._since_update[worker] += 1
@@ -224,11 +224,9 @@ class RayCollector(WorkerCollector):
         return batch if device is None else batch.to(device)
 
     @override
-    def update_policy_weights_(
-        self, params: Any = None, worker_ids: int | Sequence[int] | None = None, *, policy_or_weights: Any = None
-    ) -> None:
-        super().update_policy_weights_(params, worker_ids, policy_or_weights=policy_or_weights)
-        self._since_update |= dict.fromkeys(self.run.chosen(worker_ids), 0)
+    def _send(self, params: Any, workers: Sequence[int]) -> None:
+        super()._send(params, workers)
+        self._since_update |= dict.fromkeys(workers, 0)
 
     def add_collectors(
         self,
@@ -301,14 +299,15 @@ class RayCollector(WorkerCollector):
 
         TypeError or ValueError if it is no `state_dict` of collectors that were added and removed as these were.
         """
-        if isinstance(state_dict, Mapping):
-            state_dict = [{**state_dict, "place": place} for place in self._places]
-        saved = listed(state_dict)
+        for_all = isinstance(state_dict, Mapping)
+        saved = [{**state_dict, "place": place} for place in self._places] if for_all else listed(state_dict)
         if not saved or not all(isinstance(each, Mapping) and {"place", "run"} <= each.keys() for each in saved):
             what = f"state_dict is {shown(state_dict, 60)}, expected a list with a dict for each collector, or one"
             raise TypeError(f"{what} for all: pass the result of state_dict of a RayCollector")
-        workers = {str(index): each for index, each in enumerate(saved)}
-        self.continue_run({**saved[0]["run"], "workers": workers, "places": [each["place"] for each in saved]}, None)
+        run, workers = saved[0]["run"], {str(index): each for index, each in enumerate(saved)}
+        if for_all:  # the saved run may have had another number of collectors
+            run = {**run, "own_workers": [run["own_weights"]] * len(saved)}
+        self.continue_run({**run, "workers": workers, "places": [each["place"] for each in saved]}, None)
 
     @property
     def _places(self) -> list[list[int]]:

@@ -83,9 +83,13 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
     def __post_init__(self) -> None:
         source = RunnerSpec(**{each.name: getattr(self, each.name) for each in fields(RunnerSpec)})
         self._build(source, options_of(self))
-        if self.warning:
-            warnings.warn(self.warning, stacklevel=4)
-        self._check_statistics()
+        try:
+            self._check_statistics()
+            if self.warning:
+                warnings.warn(self.warning, stacklevel=4)
+        except BaseException:
+            self._close()
+            raise
         self._set(**{name: getattr(self.options, name) for name in ("storing_device", "env_device", "policy_device")})
 
     @classmethod
@@ -251,9 +255,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The state that `load_state_dict` takes: weights, key and counts, which ``weights_only=True`` can read."""
-        if self._in_use:
-            self._refuse()
-        return self._saved(None)
+        return self._saved(None) if self._closed and not self._in_use else self.saved_run(None)
 
     @override
     @exclusive

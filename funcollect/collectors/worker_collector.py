@@ -141,7 +141,7 @@ class WorkerCollector(CollectorBase):
     @override
     def _gather(self) -> TensorDictBase:
         if self.options.update_at_each_batch and self._batches:
-            self.update_policy_weights_()
+            self.update_policy_weights_(self.params)
         return self.rollout()
 
     @exclusive
@@ -243,9 +243,13 @@ class WorkerCollector(CollectorBase):
             return
         workers = self.run.chosen(worker_ids)
         weights = given_weights(params, policy_or_weights, self.policy)
-        self.run.weights.update(weights, workers)
+        self._send(weights, workers)
         if worker_ids is None:
             self.params = weights
+
+    def _send(self, params: Any, workers: Sequence[int]) -> None:
+        """Make these workers act with a copy of `params`, or for None of the policy's own."""
+        self.run.weights.update(params, workers)
 
     @override
     def get_policy_version(self) -> int:

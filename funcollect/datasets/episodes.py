@@ -75,7 +75,7 @@ def parts_of(
     lanes = getattr(env, "num_envs", None) or 1
     if isinstance(batches, CollectorBase):
         seed, run = batches.seed if seed is None else seed, getattr(batches, "run", None)
-        lanes = getattr(batches, "lanes", lanes) if run is None else sum(run.lanes)
+        lanes = getattr(batches, "lanes", lanes) if run is None else run.total_lanes
     seed = seed if getattr(env, "seeding", None) == "episode" else None
     return (_part(joined, env, seed, lanes) for joined in _joined(batches, frames))
 
@@ -83,12 +83,18 @@ def parts_of(
 def _joined(batches: Iterable[TensorDictBase], frames: int) -> Iterator[TensorDictBase]:
     pending: dict[int, PendingTrajectories] = {}  # by the first lane: each asynchronous worker has lanes of its own
     held: list[TensorDictBase] = []
+    split = (
+        batches._split_by_order
+        if isinstance(batches, CollectorBase) and batches.trajs_per_batch is None
+        else lambda batch: [batch]
+    )
     for batch in batches:
         check_kind("batches", batch, TensorDictBase, "pass a collector, or the batches of rollouts")
-        source = int(require(batch, LANE, tail=()).reshape(-1)[0])
-        added = pending.get(source, PendingTrajectories()).add(batch.clone())  # the memory of a batch may be lent
-        whole, pending[source] = added.take_whole()
-        held += (next_observations(part).cpu() for part in whole)
+        for rows in split(batch):
+            source = int(require(rows, LANE, tail=()).reshape(-1)[0])
+            added = pending.get(source, PendingTrajectories()).add(rows.clone())  # the memory of a batch may be lent
+            whole, pending[source] = added.take_whole()
+            held += (next_observations(part).cpu() for part in whole)
         nbytes = sum(leaf.nbytes for part in held for leaf in flatten(part).values())
         if sum(map(len, held)) >= frames or nbytes >= LARGEST_PART:
             yield torch.cat(held)

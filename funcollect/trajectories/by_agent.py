@@ -34,7 +34,9 @@ def agents_as_rows(batch: TensorDictBase, group: str) -> TensorDict:
     (torch.Size([2, 3, 8]), torch.Size([2, 3, 8, 16]))
     """
     check_kind("batch", batch, TensorDictBase, "pass the batch of a rollout")
-    if group not in (keys := [*batch.keys()]):
+    rewards = flatten(batch.get("next", {}))
+    if (group, "reward") not in rewards:
+        keys = [path[0] for path in rewards if path[1:] == ("reward",)]
         raise ValueError(f"group is {shown(group)}, expected a key of the batch, {keys}: name one of env.groups")
     time, n = batch.ndim - 1, batch["next", group, "reward"].shape[batch.ndim]
 
@@ -63,7 +65,8 @@ def player_trajectories(batch: TensorDictBase, previous: TensorDictBase | None =
     ``next.observation`` is what the player observes then, and ``next.reward`` ``[F, 1]`` is the sum of its own rewards
     from the move until then, or until the end of the game. So `gae`, `MultiStep`, `split_trajectories`, buffers and
     `evaluate_actions` with the policy of the player take it. With n players, ``collector.traj_ids`` and ``.lane`` are
-    ``n * own + player``, and ``collector.step`` counts the player's moves.
+    ``n * own + player``, and ``collector.step`` counts the player's moves; those of a game before its first frame here
+    are counted as if the players had taken equal turns.
 
     A move whose outcome lies after the batch is left out; pass the batch before as `previous` to get those of its moves
     that end in this one. Rewards before a player's first move belong to none. Where a game is truncated, the next
@@ -134,7 +137,10 @@ class _Turns:
         at = (moves & closes.gather(-1, end) & (end >= self.first)).nonzero(as_tuple=True)
         until = (*at[:-1], end[at])
         count = moves.cumsum(-1)
-        number = self.step + count - 1 - (count - moves.long()).gather(-1, self.begin)
+        following = torch.where(moves, self.time, len(self.time)).flip(-1).cummin(-1).values.flip(-1)  # the next move
+        wait = (following.gather(-1, self.begin) - self.begin).clamp(max=self.players - 1)
+        earlier = (self.step + wait) // self.players  # moves of a game that began before, if players take equal turns
+        number = earlier + count - 1 - (count - moves.long()).gather(-1, self.begin)
         reward = self.reward[..., player]
         total = reward.double().cumsum(-1)
         result = {path: leaf[until if path[0] == "next" else at] for path, leaf in leaves.items()}

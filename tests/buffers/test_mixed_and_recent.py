@@ -53,12 +53,15 @@ def test_one_sample_from_several_and_what_goes_back(prefetch):
 
 
 def test_keyed_buffers_and_trees():
-    buffers = [fc.TensorDictReplayBuffer(storage=fc.LazyTensorStorage(4), batch_size=2) for _ in range(2)]
-    for buffer in buffers:
-        buffer.extend(numbers(4))
-    sample, info = fc.mix(*buffers).sample(6, return_info=True)
-    assert torch.equal(sample["index"], info["index"])
-    assert info["buffer"].tolist() == [0] * 3 + [1] * 3
+    for frames in (numbers(4), torch.stack([numbers(4)] * 2, 1)):  # the latter are sequences
+        buffers = [fc.TensorDictReplayBuffer(storage=fc.LazyTensorStorage(4), batch_size=2) for _ in range(2)]
+        for buffer in buffers:
+            buffer.extend(frames)
+        mixed = fc.mix(*buffers)
+        sample, info = mixed.sample(6, return_info=True)
+        assert torch.equal(sample["index"].reshape(6, -1).T, info["index"].expand(frames.ndim, -1))
+        assert mixed.written_at(sample["index"]) == (4, 4)
+        assert info["buffer"].tolist() == [0] * 3 + [1] * 3
     trees = fc.mix(
         filled({"x": (torch.zeros(4),)}), filled({"x": (torch.ones(4),)}), fractions=[0.5, 0.5], batch_size=4
     )
@@ -84,6 +87,9 @@ BAD = {
         filled(TensorDict({"y": torch.ones(3)}, [3]))
     ).sample(4),
     "index holds 20, expected slots below 20": lambda: mixture(filled(numbers(4))).update_priority([20], 1.0),
+    "2 priorities are given for 3 frames: give one each": lambda: mixture(
+        filled(numbers(8), 8, prioritized)
+    ).update_priority([4, 5, 6], [1.0, 2.0]),
 }
 
 

@@ -199,6 +199,13 @@ def test_what_extend_returned_is_new():
     assert priorities(buffer)[3] == 0.5
 
 
+def test_an_index_that_is_overwritten_loses_its_note():
+    buffer, old = made()
+    new = buffer.extend(torch.arange(SIZE))
+    buffer.update_priority(old.copy_(new), 0.5)
+    assert priorities(buffer) == [0.5] * SIZE
+
+
 @pytest.mark.parametrize("prefetch", [None, 2])
 def test_copies_of_the_index(prefetch):
     buffer, _ = made(prefetch=prefetch)

@@ -59,6 +59,16 @@ def test_a_file_is_opened_again_where_it_lay(tmp_path):
     assert again[:]["x"].tolist() == [*range(18)]
 
 
+def test_a_damaged_dump_leaves_the_file_of_a_storage_as_it_was(tmp_path):
+    buffer = filled(numbers(4), fc.LazyMemmapStorage(20, scratch_dir=tmp_path / "rows"))
+    buffer.dumps(tmp_path / "dump")
+    (tmp_path / "dump" / "v0" / "rows-0.bin").write_bytes(b"short")
+    with pytest.raises(ValueError, match="the dump is damaged"):
+        buffer.loads(tmp_path / "dump")
+    buffer.extend(numbers(6))
+    assert fc.ReplayReader(tmp_path / "rows").sample(100)["x"].unique().tolist() == [*range(6)]
+
+
 def plain(size=20):
     return fc.ReplayBuffer(storage=fc.LazyTensorStorage(size))
 

@@ -157,6 +157,8 @@ def test_indices_say_where_frames_lie():
 def test_an_old_state_is_stale_and_a_snapshot_is_not():
     old, _ = fc.ring.extend(fc.ring.init(3, trajectories=ROW_ORDER), batch_of([frames_of(0, [3])])[0])
     copy = fc.ring.snapshot(old)
+    with pytest.raises(ValueError, match="the sampler follows the trajectories, so no frame can be overwritten"):
+        copy.memory.storage.set(0, held(copy)[0])
     new, _ = fc.ring.extend(old, batch_of([frames_of(1, [2])])[0])
     for use in (lambda: len(old), lambda: fc.ring.extend(old, numbers(1)), lambda: fc.ring.snapshot(old)):
         with pytest.raises(fc.StaleStateError, match="Use the state that extend returned"):

@@ -47,6 +47,8 @@ def test_a_list_of_environments_is_one_for_each_worker_and_a_derived_class_is_it
     with fc.AsyncCollector(ENV, **FRAMES, **LOCAL) as collector:
         assert isinstance(collector, fc.MultiaSyncDataCollector)
         assert len(collector.run.workers) == 1
+    with pytest.raises(ValueError, match="create_env_fn has 2 entries, expected 1"):
+        fc.AsyncCollector([ENV] * 2, **FRAMES, **LOCAL)
 
     ended = []
 
@@ -78,6 +80,7 @@ def test_a_list_of_environments_is_one_for_each_worker_and_a_derived_class_is_it
         ({"pre_collect_hook": lambda batch: None}, "pre_collect_hook"),
         ({"split_trajs": True, "track_traj_ids": False}, "track_traj_ids is False"),
         ({"set_truncated": True, "track_traj_ids": False, "replay_buffer": []}, "track_traj_ids is False"),
+        ({"compact_obs": True, "track_traj_ids": False}, "track_traj_ids is False"),
         ({"split_trajs": True, "replay_buffer": []}, "would store padding"),
         ({"max_frames_per_traj": 5, "reset_when_done": False}, "max_frames_per_traj cuts .* reset_when_done=False"),
         ({"env_device": "meta"}, "env_device is meta, but .* runs on cpu: build the environment there"),

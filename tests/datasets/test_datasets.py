@@ -120,9 +120,11 @@ def test_a_table_of_hugging_face_has_every_leaf(tmp_path):
         from_hf(saved.remove_columns("action"))
 
 
-def test_minari_reads_spaces_infos_and_seeds_that_give_the_episodes_again(tmp_path):
+@pytest.mark.parametrize("kind", [fc.SyncDataCollector, fc.MultiSyncDataCollector])
+def test_minari_reads_spaces_infos_and_seeds_that_give_the_episodes_again(kind, tmp_path):
     env = fc.make_env("Pendulum-v1", num_envs=2, max_episode_steps=9)
-    with fc.SyncDataCollector(env, frames_per_batch=10, total_frames=80, seed=1) as collector:
+    part = {} if kind is fc.SyncDataCollector else {"shard": fc.Shard(1, 2), "num_workers": 1, "in_process": True}
+    with kind(env, frames_per_batch=10, total_frames=80, seed=1, **part) as collector:
         write_minari(tmp_path / "dataset", collector, env=env, metadata={"author": "nobody"}, frames_per_part=30)
     dataset = minari.MinariDataset(tmp_path / "dataset")
     assert dataset.storage.metadata["author"] == {"nobody"}
@@ -324,6 +326,21 @@ def test_all_closed_parts_are_read_while_a_run_goes_on_and_after_it_was_killed(f
         assert torch.equal(each["action"], same["action"])
 
 
+class Pairs(fc.SyncDataCollector):
+    """Delivers lanes in pairs that change, as a `RayCollector` of asynchronous collectors does."""
+
+    pairs = ()
+
+    def __next__(self):
+        if not self.pairs:
+            rows = super().__next__()
+            self.pairs = [rows[[0, 2]], rows[[1, 3]]] if self._batches % 2 else [rows[[0, 3]], rows[[1, 2]]]
+        return self.pairs.pop()
+
+    def _split_by_order(self, batch):
+        return batch.unbind(0)
+
+
 def test_parts_are_written_while_batches_come_and_workers_episodes_are_joined(tmp_path):
     env = make("box", lanes=2)
     seen = []
@@ -344,6 +361,8 @@ def test_parts_are_written_while_batches_come_and_workers_episodes_are_joined(tm
     seeds = [each["seed"] for each in minari.MinariDataset(tmp_path / "w").storage.get_episode_metadata(range(20))]
     assert len({*seeds}) == 20
     batches = [*collected(make("box", lanes=4), 60)]
+    pairs = Pairs(make("box", lanes=4), frames_per_batch=20, total_frames=240, seed=3)
+    assert write_minari(tmp_path / "p", pairs, env=env) == sum(map(len, episodes(batches)))
     with pytest.raises(ValueError, match="batches have lanes up to 3, but seed is of a run with 2: pass the collector"):
         write_minari(tmp_path / "x", batches, env=env, seed=0)
 

@@ -198,6 +198,9 @@ def test_agents_as_lanes_of_their_own(done):
     policy = POLICIES["torch"](env)
     batch = collect(env, policy, 40, seed=6)
     rows = fc.agents_as_rows(batch, "ant")
+    for key in ("next", "collector", "done"):
+        with pytest.raises(ValueError, match=f"group is '{key}', expected a key of the batch, .*'ant'"):
+            fc.agents_as_rows(batch, key)
     assert rows.batch_size == (3, 2, 40)
     assert rows["state"].shape == (3, 2, 40, 1)
     value = torch.rand(3, 2, 40, 1)

@@ -1,5 +1,6 @@
 """Games in turns: PettingZoo's and pgx's, a policy for each player, and the moves of each as trajectories."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -177,6 +178,21 @@ def test_one_policy_for_all_players_is_that_policy():
     """All get the same noise."""
     policy = torch_policy(3)
     assert_same(collect(made(), policy, 20, seed=2), collect(made(), fc.by_player([policy] * 3), 20, seed=2))
+
+
+def test_the_moves_of_a_game_are_counted_across_batches():
+    env = fc.make_env("pettingzoo/classic/tictactoe_v3", num_envs=2)
+    policy = fc.random_policy(env)
+    state, batches = fc.init(env, policy, seed=0), [None]
+    for _ in range(8):
+        state, batch = fc.rollout(env, policy, state, 3)
+        batches.append(batch)
+
+    def counted(moves):
+        return {*zip(moves["collector", "traj_ids"].tolist(), moves["collector", "step"].tolist(), strict=True)}
+
+    found = set().union(*(counted(fc.player_trajectories(new, old)) for old, new in itertools.pairwise(batches)))
+    assert found == counted(fc.player_trajectories(torch.cat(batches[1:], 1)))
 
 
 def naive(batch, players):

@@ -175,14 +175,16 @@ class LazyTensorStorage(Storage):
     def _announce(self, oldest: int, written: int) -> None:
         """Publish that only the frames ``oldest … written - 1`` are complete; called before and after each write."""
 
-    def _allocate(self, layout: RowLayout, existsok: bool = False) -> tuple[ViewedRows, SharedLeaves]:
-        """Memory for rows and planes; with `existsok`, existing files are replaced."""
+    def _allocate(self, layout: RowLayout, dumped: Dumped | None = None) -> tuple[ViewedRows, SharedLeaves]:
+        """Memory for rows and planes; with the frames of a dump, which replace existing files once they are read."""
         with memory_for(lambda: f"a storage of {self.max_size:,} frames of {layout.nbytes:,} bytes"):
             if layout.planes:  # all plane numbers are 0; NumPy's zeros take memory as they are written, unlike Torch's
                 rows = torch.from_numpy(np.zeros((self.max_size, layout.words), np.int64))
             else:
                 rows = torch.empty(self.max_size, layout.words, dtype=torch.int64, device=self.device)
-        return ViewedRows(layout, rows), SharedLeaves(layout, max_size=self.max_size)
+        shared = SharedLeaves(layout, max_size=self.max_size)
+        _fill(rows, shared, dumped)
+        return ViewedRows(layout, rows), shared
 
     def _open(self) -> tuple[ViewedRows, SharedLeaves]:
         if self._held is None:
@@ -208,7 +210,7 @@ class LazyTensorStorage(Storage):
     def copy(self) -> LazyTensorStorage:
         twin = LazyTensorStorage(self.max_size, ndim=self.ndim, device=self.device)
         twin.compact_obs, twin.frame_stack, twin.end = self.compact_obs, self.frame_stack, self.end
-        twin._held = copy.deepcopy(self._held)
+        twin.edits, twin.linked, twin._held = self.edits, self.linked, copy.deepcopy(self._held)
         return twin
 
     @override
@@ -220,11 +222,8 @@ class LazyTensorStorage(Storage):
 
     @override
     def load(self, frames: range, dumped: Dumped, allow_pickle: bool) -> None:
-        directory, header = dumped
-        if header is not None:
-            rows, shared = self._allocate(RowLayout.from_json(header), existsok=True)
-            SegmentFiles(directory, rows.tensor, shared).load(header["segments"])
-            self._held, self._admitted = (rows, shared), _NONE_ADMITTED
+        if dumped.frames is not None:
+            self._held, self._admitted = self._allocate(RowLayout.from_json(dumped.frames), dumped), _NONE_ADMITTED
         self.end = len(frames)
         self._announce(frames.start, frames.stop)
 
@@ -280,7 +279,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._base = 0  # added to numbers for readers, for whom they only increase, also after `empty`
 
     @override
-    def _allocate(self, layout: RowLayout, existsok: bool = False) -> tuple[ViewedRows, SharedLeaves]:
+    def _allocate(self, layout: RowLayout, dumped: Dumped | None = None) -> tuple[ViewedRows, SharedLeaves]:
         nbytes = layout.nbytes + sum(size * dtype.itemsize for _, size, dtype in layout.kinds())
         wanted = f"{self.max_size} frames of {nbytes} bytes, {self.max_size * nbytes} in all"
         with contextlib.ExitStack() as stack:
@@ -288,7 +287,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             if directory is None:  # open files stay usable after they are deleted
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="funcollect-")))
             path, fresh = directory / _NAME, directory / _FRESH
-            if path.exists() and not (existsok or self._existsok):
+            if path.exists() and dumped is None and not self._existsok:
                 raise FileExistsError(f"{path} exists: give another scratch_dir, or existsok=True to write over it")
             shutil.rmtree(fresh, ignore_errors=True)  # of a process that was killed
             stack.callback(shutil.rmtree, fresh, ignore_errors=True)
@@ -298,6 +297,8 @@ class LazyMemmapStorage(LazyTensorStorage):
                 names = [PLANES.format(secrets.token_hex(8)) for _ in layout.kinds()]
                 shared = SharedLeaves(layout, [fresh / name for name in names], self.max_size)
                 file = RowsFile(fresh / _NAME, {**saved, "max_size": self.max_size, "files": names}, layout.words)
+            rows = torch.from_numpy(file.rows)
+            _fill(rows, shared, dumped)
             former = [*directory.glob(PLANES.format("*"))]
             # An old file is replaced, not truncated: a process that has mapped it would be killed.
             for each in sorted(fresh.iterdir()):  # the rows last, whose header names the others
@@ -305,7 +306,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             for each in former:
                 each.unlink(missing_ok=True)
         self._file, self._base = file, 0
-        return ViewedRows(layout, torch.from_numpy(file.rows)), shared
+        return ViewedRows(layout, rows), shared
 
     @override
     def _announce(self, oldest: int, written: int) -> None:
@@ -319,6 +320,12 @@ class LazyMemmapStorage(LazyTensorStorage):
         if self._file is not None:
             self._base = -(-self._file.span[1] // self.max_size) * self.max_size
             self._announce(0, 0)
+
+
+def _fill(rows: Tensor, shared: SharedLeaves, dumped: Dumped | None) -> None:
+    """Read the frames of a dump, if one is given."""
+    if dumped is not None:
+        SegmentFiles(dumped.directory, rows, shared).load(dumped.frames["segments"])
 
 
 class RowsFile:

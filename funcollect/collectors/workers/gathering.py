@@ -13,6 +13,7 @@ import cloudpickle
 import torch
 from tensordict import TensorDict
 
+from funcollect.collectors.options import Shard
 from funcollect.collectors.workers.weights import Weights, WeightStore
 from funcollect.collectors.workers.worker import Job, RolloutReport, Worker, WorkerInfo
 from funcollect.errors import WorkerError
@@ -196,6 +197,12 @@ class Gathering(WorkerPool):
         return [self.infos[worker].lanes for worker in self.workers]
 
     @property
+    def total_lanes(self) -> int:
+        """The number of lanes by which ids count: those of all shards, without workers that were added or removed."""
+        shard: Shard = self.records[0].job.options.shard
+        return shard.count * (self.info.num_envs or 1)
+
+    @property
     def frames(self) -> list[int]:
         """The frames in one rollout of each worker at work."""
         return [self.infos[worker].frames for worker in self.workers]
@@ -218,8 +225,12 @@ class Gathering(WorkerPool):
         ready = self.ready[place]
         batch = ready.take()
         del self.ready[place]
-        if more and self._ahead:
-            self._advance(self._ahead, held=1)
+        try:
+            if more and self._ahead:
+                self._advance(self._ahead, held=1)
+        except BaseException:  # such as Ctrl-C while a worker copies weights
+            self.ready.insert(place, ready._replace(take=itertools.repeat(batch).__next__))
+            raise
         self.version, self.gathered = ready.version, ready.workers
         if ready.final is not None:
             attach(batch, ready.final)

@@ -171,6 +171,23 @@ def place_of(batch):
     return batch["observation"].untyped_storage().data_ptr()
 
 
+def test_weights_by_collector_statistics_beside_weights_sent_in_time_and_one_state_for_all():
+    policy = fc.torch_policy(nn.Linear(2, 2), head=fc.heads.categorical)
+    with ray_collector([Plain] * 2, policy, sync=True, frames_per_batch=10, max_weight_update_interval=2) as collector:
+        next(collector)
+        collector.update_policy_weights_({0: policy.params})
+        seen = [next(collector)["collector", "policy_version"][:, 0].tolist() for _ in range(3)]
+    assert seen == [[1, 0], [1, 2], [3, 2]]
+    policy = fc.normalized(policy, fc.running_statistics.init(fc.make_env(Plain).observation_space))
+    both = {"update_statistics": True, "update_after_each_batch": True, "trajs_per_batch": 3, "max_frames_per_traj": 9}
+    with ray_collector([Plain], policy, frames_per_batch=4, **both) as collector:
+        assert [len(next(collector)) for _ in range(2)] == [15, 15]
+        (saved,) = collector.state_dict()
+    with ray_collector([Plain] * 2, policy, sync=True, frames_per_batch=10) as collector:
+        collector.load_state_dict(saved)  # one for all
+        assert versions(next(collector)) == {saved["policy_version"]}
+
+
 def test_collectors_come_and_go():
     policy = fc.torch_policy(nn.Linear(2, 2), head=fc.heads.categorical)
     with ray_collector([Plain], policy, frames_per_batch=10) as collector:

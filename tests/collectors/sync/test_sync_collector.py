@@ -136,8 +136,10 @@ def test_update_policy_weights(kind, name):
     assert collector.stats()["policy_version"] == 3
 
 
-def test_update_at_each_batch_counts_and_keeps_what_acts():
-    collector = make(greedy(-1.0), update_at_each_batch=True)
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "in_process": True}])
+def test_update_at_each_batch_counts_and_keeps_what_acts(workers):
+    kind = fc.MultiSyncDataCollector if workers else fc.SyncDataCollector
+    collector = kind("CartPole-v1", greedy(-1.0), frames_per_batch=20, update_at_each_batch=True, **workers)
     seen = [next(collector), next(collector)]
     collector.update_policy_weights_(greedy(1.0).params)
     seen += [next(collector), next(collector)]
@@ -338,11 +340,16 @@ def test_simulators_are_closed_by_with_and_with_a_collector_that_is_dropped():
     failed[-1].spoil = raises(ZeroDivisionError())
     with pytest.raises(fc.EnvError), failing:
         next(failing)
+    refused = []
+    made = {"create_env_fn": lambda: refused.append(Rigged()) or refused[-1], "frames_per_batch": 10}
+    with pytest.raises(TypeError, match="has no statistics") as raised:
+        fc.SyncDataCollector(**made, update_statistics=True)
     dropped, left = rigged()
     batch = next(dropped)
     del dropped
     gc.collect()
-    assert [simulator.closed for simulator in (*used, *failed, *left)] == [1] * 6
+    assert [simulator.closed for simulator in (*used, *failed, *refused, *left)] == [1] * 7
+    assert raised.tb is not None  # which holds the collector
     assert batch["observation"].shape == (2, 5, 2)
 
 

@@ -7,8 +7,10 @@ import threading
 
 import jupyter_client
 import pytest
+import torch
 
 import funcollect as fc
+from tests.support.compare import assert_same
 from tests.support.faulty.faulty_workers import Plain
 from tests.support.running import once
 from tests.support.workers import COLLECTORS, FOREVER, TRANSPORTS, gone, multi, wait_until
@@ -106,7 +108,7 @@ def test_a_buffer_is_filled_paused_and_filled_on(kind, transport):
         collector.resume()
         buffer.wait_for(count + 8)
         for taken in (
-            *[collector.state_dict] * (kind in COLLECTORS),  # between two batches, one in this process gives it
+            collector.state_dict,
             lambda: next(collector), collector.rollout, collector.reset,
             lambda: collector.set_seed(0), lambda: collector.load_state_dict({}),
         ):  # fmt: skip
@@ -116,6 +118,43 @@ def test_a_buffer_is_filled_paused_and_filled_on(kind, transport):
             collector.start(buffer)
     assert buffer[-1]["collector", "policy_version"].max() == 19
     assert not any(thread.name == "funcollect filler" for thread in threading.enumerate())
+
+
+def test_neither_state_nor_batch_is_taken_between_two_batches_of_the_thread():
+    statistics = fc.running_statistics.init(fc.make_env(Plain).observation_space)
+    policy = fc.normalized(fc.torch_policy(torch.nn.Linear(2, 2), head=fc.heads.categorical), statistics)
+    extending, taken = threading.Event(), threading.Event()
+
+    class Slow:
+        def extend(self, batch):
+            extending.set()
+            taken.wait()
+
+    with made(fc.SyncDataCollector, "", policy=policy, update_statistics=True) as collector:
+        collector.start(Slow())
+        extending.wait()
+        try:
+            for take in (collector.state_dict, collector.next):
+                with pytest.raises(RuntimeError, match="pause"):
+                    take()
+            assert policy.statistics.count == 0
+        finally:
+            taken.set()
+
+
+def test_an_interrupt_while_the_next_rollout_begins_loses_no_batch(monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with made(COLLECTORS[0], "serial", prefetch=True) as one, made(COLLECTORS[0], "serial", prefetch=True) as other:
+        wanted = [next(one).clone() for _ in range(3)]
+        got = [next(other).clone()]
+        monkeypatch.setattr(other.run.weights, "flush", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(other)
+        monkeypatch.undo()
+        got += [next(other).clone() for _ in range(2)]
+    assert_same(got, wanted)
 
 
 def test_a_block_of_a_pause_resumes_at_its_end_also_after_an_exception_and_after_the_collectors_end():
