@@ -212,7 +212,7 @@ class CollectorBase(RunOptions, InUse, ABC):
         moments = saved.get("moments")
         self._moments = None if moments is None else RunningStatistics(*moments)
         if isinstance(self.policy, Normalized) and self.params is not None:
-            self.policy.statistics = self.policy.pair(self.params)[1]
+            self.policy.statistics = self.policy.as_pair(self.params)[1]
         pending = saved.get("pending", {}).items()
         self._pending = {source: PendingTrajectories.from_plain(data) for source, data in pending}
 
@@ -359,7 +359,7 @@ class CollectorBase(RunOptions, InUse, ABC):
 
     def _add_to_statistics(self, moments: RunningStatistics) -> None:
         policy, self._moments = self.policy, None
-        trainable, before = policy.params if self.params is None else policy.pair(self.params)
+        trainable, before = policy.params if self.params is None else policy.as_pair(self.params)
         policy.statistics = after = merge(before, moments)
         self.update_policy_weights_(None if self.params is None else (trainable, after))
 

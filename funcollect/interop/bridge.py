@@ -288,7 +288,7 @@ def opened(tree: Any) -> Any:
     return import_jax().tree.map(open_leaf, tree, is_leaf=lambda leaf: isinstance(leaf, Joined))
 
 
-def _prepare_jax(jax: Any) -> None:
+def _register_with_jax(jax: Any) -> None:
     """Register `Joined` as a pytree, and make JAX raise BridgeError for a TensorDict instead of calling it an array."""
     jax.tree_util.register_pytree_node(
         Joined,
@@ -305,4 +305,4 @@ def _prepare_jax(jax: Any) -> None:
         pytype_aval_mappings.setdefault(TensorDict, refuse)
 
 
-with_jax(_prepare_jax)
+with_jax(_register_with_jax)

@@ -80,7 +80,7 @@ class Normalized:
         """Act with these statistics from the next rollout on."""
         self.params = (self.params[0], stats)
 
-    def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
+    def as_pair(self, params: Any) -> tuple[Any, RunningStatistics]:
         """The pair (trainable, statistics), from parameters in any form that `prepare` takes except None."""
         return matched(self.params, params, "jax")  # type: ignore[no-any-return]
 
@@ -171,7 +171,7 @@ class NormalizedTorch(Normalized, TorchPolicy):
         self._module.statistics.load_state_dict(_buffers(stats))
 
     @override
-    def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
+    def as_pair(self, params: Any) -> tuple[Any, RunningStatistics]:
         if isinstance(params, tuple):
             return params
         by_name = self.by_name(params)

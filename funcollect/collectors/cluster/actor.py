@@ -118,7 +118,7 @@ class NestedWorker(PackingWorker):
         collector: WorkerCollector = job.collector()
         self._run = collector.run
         self._counted = (0, 0)  # restarts and lost frames, as last reported
-        self._begin(collector, job.progress, job.applied)
+        self._use(collector, job.progress, job.applied)
 
     @override
     def describe(self) -> WorkerInfo:

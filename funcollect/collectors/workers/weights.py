@@ -93,7 +93,7 @@ class Weights:
             version = self._new(weights, params, self.version + 1, own, loaded)
             self.version = version.number
         if not weights and (changed or params is not None):
-            self._take_or_refuse(version, workers)
+            self._send_checked(version, workers)
         with self._pool.lock:
             self._latest = version
             if {*workers} >= {*self._pool.workers}:
@@ -102,7 +102,7 @@ class Weights:
                 self._status[worker].wanted = version
         self.send()
 
-    def _take_or_refuse(self, version: WeightsVersion, workers: Sequence[int]) -> None:
+    def _send_checked(self, version: WeightsVersion, workers: Sequence[int]) -> None:
         """Send weights that only the workers can check; raise the error of a worker that refuses them."""
         self.flush()
         calls = [self._pool.submit(version.call(worker)) for worker in workers]

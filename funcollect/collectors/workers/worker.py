@@ -165,10 +165,10 @@ class Worker(Served):
         self._runner: SyncDataCollector = job.collector()
         self.first_lane = job.place * (self._runner.env.num_envs or 1)
         self._stop_timer: Callable[[], RolloutTimes] | None = None
-        self._begin(self._runner, job.progress, job.applied)
+        self._use(self._runner, job.progress, job.applied)
 
-    def _begin(self, collector: Any, progress: Progress, applied: EnvCalls) -> None:
-        """Use this collector, which makes the rollouts: a `SyncDataCollector`, or one that has workers itself."""
+    def _use(self, collector: Any, progress: Progress, applied: EnvCalls) -> None:
+        """Make rollouts with `collector`, which may have workers, from `progress` on, after the calls `applied`."""
         self._collector = collector
         self.reset, self.set_seed, self.save = collector.reset, collector.set_seed, collector.saved_run
         for name, packed in applied:
