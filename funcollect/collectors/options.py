@@ -166,7 +166,7 @@ class RunnerOptions(LocalOptions):
     env_device: Device = None
     """where the environment runs; it has to be there already."""
     policy_device: Device = None
-    """where the policy runs."""
+    """where the policy runs: a Torch policy is moved; one in JAX, or made of others, has to be there already."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

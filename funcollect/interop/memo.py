@@ -6,7 +6,6 @@ import dis
 import threading
 import weakref
 from collections.abc import Hashable, Sequence
-from itertools import chain
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
@@ -51,9 +50,10 @@ def variables_of(function: Any) -> list[Variable]:
     if not isinstance(function, FunctionType):
         return []
     code, module_variables = function.__code__, function.__globals__
-    instructions = [*chain.from_iterable(map(dis.get_instructions, codes_of(code)))]
-    assigned = {step.argval for step in instructions if step.opname in ("STORE_DEREF", "STORE_GLOBAL")}
-    names = dict.fromkeys(step.argval for step in instructions if step.opname == "LOAD_GLOBAL")
+    steps = [(inner, step) for inner in codes_of(code) for step in dis.get_instructions(inner)]
+    assigned = {step.argval for _, step in steps if step.opname == "STORE_GLOBAL"}
+    assigned |= {s.argval for inner, s in steps if s.opname == "STORE_DEREF" and s.argval in inner.co_freevars}
+    names = dict.fromkeys(step.argval for _, step in steps if step.opname == "LOAD_GLOBAL")
     variables = [
         *zip(code.co_freevars, function.__closure__ or (), strict=True),
         *((name, function) for name in names if _is_value(module_variables.get(name))),

@@ -27,12 +27,12 @@ from funcollect.arguments import check_call, checked_device
 from funcollect.errors import PluginError
 from funcollect.interop.jax_setup import default_device_type, import_jax
 from funcollect.messages import kind_of, shown
+from funcollect.policies.by_group import parts_of
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.tensordict_modules.calling import initial_hidden_states
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
-from funcollect.policies.weights import weights_of
 from funcollect.protocols import Env, Policy, is_env, is_policy
 
 GROUP = "funcollect.policies"
@@ -82,18 +82,21 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
 
 
 def _placed(policy: Policy, env: Env, place: torch.device) -> Policy:
-    """The policy on a device; ValueError for one that runs on another device, whatever is asked."""
+    """The policy on a device; ValueError for one that cannot be moved there. Users' own classes place themselves."""
     if isinstance(policy, TorchBacked):
-        return policy if policy.run_device == place else policy.on(place)
-    if policy.backend == "jax":
-        actual, mend = default_device_type(), "set JAX_PLATFORMS"
-    else:
-        seen = getattr(env, "device", "cpu") if env.backend != "jax" else default_device_type()
-        actual = next((leaf.device.type for leaf in weights_of(policy)), torch.device(seen).type)
-        mend = "make its parts there, with torch_policy(…, device=…)"
-    if place.type != actual and not isinstance(policy, RandomPolicy):
-        what = f"policy_device is {place}, but a {type(policy).__name__} runs on {actual}, with its parameters"
-        raise ValueError(f"{what}, expected that device: {mend}, or leave policy_device out")
+        of_env = default_device_type() if env.backend == "jax" else getattr(env, "device", "cpu")
+        return policy if (policy.run_device or torch.device(of_env)) == place else policy.on(place)
+    for part in parts_of(policy):
+        if isinstance(part, RandomPolicy):
+            continue
+        if part.backend == "jax":
+            actual, there, mend = default_device_type(), place.type, "set JAX_PLATFORMS"
+        else:
+            actual, there = getattr(part, "run_device", None), place
+            mend = "make its parts there, with torch_policy(…, device=…)"
+        if actual not in (None, there):
+            what = f"policy_device is {place}, but a {type(policy).__name__} runs on {actual}, with its parameters"
+            raise ValueError(f"{what}, expected that device: {mend}, or leave policy_device out")
     return policy
 
 

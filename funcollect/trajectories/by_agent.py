@@ -37,7 +37,8 @@ def agents_as_rows(batch: TensorDictBase, group: str) -> TensorDict:
     rewards = flatten(batch.get("next", {}))
     if (group, "reward") not in rewards:
         keys = [path[0] for path in rewards if path[1:] == ("reward",)]
-        raise ValueError(f"group is {shown(group)}, expected a key of the batch, {keys}: name one of env.groups")
+        wanted = f"one of {keys}: name one of env.groups" if keys else "a batch of groups of agents: pass one"
+        raise ValueError(f"group is {shown(group)}, expected {wanted}")
     time, n = batch.ndim - 1, batch["next", group, "reward"].shape[batch.ndim]
 
     def shared(leaf: Tensor) -> Tensor:  # [*B, T, ...] to [*B, n, T, ...]

@@ -178,6 +178,21 @@ def test_a_loop_stays_open_after_bad_arguments(monkeypatch):
     assert_same(fc.step(env, policy, state)[1], wanted)
 
 
+def test_an_interrupt_while_noise_is_drawn_leaves_no_noise_of_other_steps(monkeypatch):
+    env, policy = fc.envs.CartPole(num_envs=2), linear("torch")
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 600)
+    wanted = fc.rollout(env, policy, fc.fork(env, state), 600)[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(eager, "draw_ahead", ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            fc.rollout(env, policy, state, 600)
+    assert_same(fc.rollout(env, policy, state, 600)[1], wanted)
+
+
+def ctrl_c(*_, **__):
+    raise KeyboardInterrupt
+
+
 @pytest.fixture(scope="module", params=["jax", "torch"])
 def open_pair(request):
     env, policy, state = fresh("gymnax/CartPole-v1", linear(request.param), num_envs=3)

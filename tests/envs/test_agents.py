@@ -199,7 +199,7 @@ def test_agents_as_lanes_of_their_own(done):
     batch = collect(env, policy, 40, seed=6)
     rows = fc.agents_as_rows(batch, "ant")
     for key in ("next", "collector", "done"):
-        with pytest.raises(ValueError, match=f"group is '{key}', expected a key of the batch, .*'ant'"):
+        with pytest.raises(ValueError, match=f"group is '{key}', expected one of .*'ant'"):
             fc.agents_as_rows(batch, key)
     assert rows.batch_size == (3, 2, 40)
     assert rows["state"].shape == (3, 2, 40, 1)

@@ -138,3 +138,26 @@ def test_a_global_that_an_inner_function_reads_is_noticed(monkeypatch):
     assert set_since_use(user, variables) == []
     monkeypatch.setitem(globals(), "HEIGHT", 3.0)
     assert set_since_use(user, variables) == ["HEIGHT"]
+
+
+def test_a_name_that_only_an_inner_function_sets_is_watched_outside():
+    x = 1.0
+
+    def apply(params, y):
+        def inner():
+            x = 5.0  # its own
+            return lambda: x
+
+        return inner()() * x * y
+
+    def counting(params, y):
+        def inner():
+            nonlocal count
+            count += 1
+
+        inner()
+        return y + count
+
+    count = 0
+    assert [name for name, _ in variables_of(apply)] == ["x"]
+    assert variables_of(counting) == []

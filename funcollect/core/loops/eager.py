@@ -229,8 +229,9 @@ class NoiseAhead:
             return None
         at = state.steps_made - self._first
         if not 0 <= at <= self._drawn.shape[0] - self._length:
-            self._first, at, steps = state.steps_made, 0, self._count * self._length
-            self._drawn = draw_ahead(self._noise, self._key, self._lanes, self._first, steps, draw=self._draw)
+            first, at, steps = state.steps_made, 0, self._count * self._length
+            drawn = draw_ahead(self._noise, self._key, self._lanes, first, steps, draw=self._draw)
+            self._first, self._drawn = first, drawn  # neither, if an interrupt came
         return self._drawn[at : at + self._length]
 
 

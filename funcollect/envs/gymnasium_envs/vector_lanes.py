@@ -154,7 +154,9 @@ class VectorLanes(SimulatorsBase):
     def _pick(self, info: dict[str, Any]) -> list[tuple[Any, ...]]:
         """For each recorded info key, its P values; EnvError if a lane lacks one."""
         picked = []
-        for key in () if self._late.all() else self._info_keys:  # no lane's infos are recorded where all are reset
+        if not self._info_keys or self._late.all():  # no lane's infos are recorded where all are reset
+            return picked
+        for key in self._info_keys:
             holder, name = info_place(info, key)
             present = holder.get(f"_{name}", name in holder)  # Gymnasium marks the lanes that returned the key
             if not np.all(present := present | self._late):

@@ -122,6 +122,23 @@ def test_policies_that_cannot_be_placed_are_refused(policy):
         assert as_policy(other, env, "cpu") is other
         with pytest.raises(ValueError, match=rf"policy_device is meta, but a .* runs on cpu.* {says}"):
             as_policy(other, env, "meta")
+    there = fc.by_group({"a": fc.torch_policy(nn.Linear(4, 2), head=fc.heads.greedy, device="meta")})
+    for placed in (there, Lean()):
+        assert as_policy(placed, env, "meta") is placed
+
+
+class Lean(fc.PolicyBase):
+    """A user's own, which places itself."""
+
+    backend, params = "torch", None
+
+    def __call__(self, params, policy_state, observation, noise, spec, exploration):
+        return policy_state, {"action": (observation[:, 2] > 0).long()}
+
+
+def test_a_function_that_is_where_it_shall_be_stays_itself():
+    policy = fc.torch_policy(lambda x: (x[..., 2] > 0).long())
+    assert as_policy(policy, fc.make_env("CartPole-v1"), "cpu") is policy
 
 
 @pytest.mark.parametrize(("kind", "name"), [(greedy, HOST), (jax_greedy, HOST), (jax_greedy, IN_JAX)])
