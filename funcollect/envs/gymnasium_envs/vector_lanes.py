@@ -220,6 +220,7 @@ class SelfResettingLanes(VectorLanes):
     @override
     def _observe(self, observation: Any, info: Mapping[str, Any], lanes: Sequence[int]) -> None:
         super()._observe(observation, info, lanes)
+        self._ended &= np.isin(np.arange(self._env.num_envs), lanes)  # others that ended were finished before
         if not (ended := [lane for lane in lanes if self._ended[lane]]):
             return
         self._begun = {path: rows.copy() for path, rows in self.observation.items()}

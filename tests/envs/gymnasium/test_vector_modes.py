@@ -9,6 +9,8 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 import funcollect as fc
+from funcollect.core.api import run
+from funcollect.core.request import Request
 from funcollect.keys import Purpose, fold, key_from_seed
 from tests.envs.conftest import VECTORS
 from tests.support.cases import POLICIES
@@ -86,6 +88,15 @@ def test_resets_of_what_resets_itself():
     assert batch["count"][:, 0, 0].tolist() == [2, 0, 2]
     assert fc.evaluate(env, policy, episodes=4, seed=0).lengths.min() >= 3
     fc.testing.check_env(env, steps=30)
+
+
+def test_lanes_that_stayed_finished_begin_with_their_own_observation():
+    vector = SyncVectorEnv([Informed] * P, autoreset_mode=SAME_STEP)
+    env, policy, state = fresh(vector)
+    state, _ = run(env, policy, state, Request(20, reset_when_done=False))
+    state, batch = fc.rollout(env, policy, fc.reset(env, state), 2)
+    assert batch["count"][..., 0].tolist() == [[0, 1]] * P
+    assert torch.equal(batch["end"][:, 0], batch["end"][:, 1])
 
 
 class Plain(VectorEnv):
