@@ -206,7 +206,7 @@ class SelfResettingLanes(VectorLanes):
     @override
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
         asked = [*zip(lanes, seeds, strict=True)]
-        missing = [(lane, seed) for lane, seed in asked if not (self._started and self._ended[lane])]
+        missing = [(lane, seed) for lane, seed in asked if seed is not None or not self._ended[lane]]
         if missing and self._started and not self._takes_masks and len(lanes) < self._env.num_envs:
             raise _no_reset([lane for lane, _ in missing])
         if missing:

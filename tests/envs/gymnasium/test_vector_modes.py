@@ -99,6 +99,27 @@ def test_lanes_that_stayed_finished_begin_with_their_own_observation():
     assert torch.equal(batch["end"][:, 0], batch["end"][:, 1])
 
 
+class Reticent(Informed):
+    """The last step of an episode has no infos."""
+
+    def step(self, action):
+        *answer, info = super().step(action)
+        return *answer, {} if answer[2] else info
+
+
+def test_lanes_that_recover_begin_other_episodes_from_their_seeds():
+    env, policy, state = fresh(SyncVectorEnv([Reticent] * P, autoreset_mode=SAME_STEP), info_keys=["left"])
+    with pytest.raises(fc.EnvError, match="returned no info key 'left'"):
+        fc.rollout(env, policy, state, 20)
+    state = fc.recover(env, state)
+    _, batch = fc.rollout(env, policy, state, 2)
+    assert batch["count"][..., 0].tolist() == [[0, 1]] * P
+    ends = [
+        np.random.default_rng(fold(key_from_seed(0), Purpose.RESET, lane, 1)[0]).integers(3, 9) for lane in range(P)
+    ]
+    assert batch["end"][:, 0].tolist() == ends
+
+
 class Plain(VectorEnv):
     """Lanes without a mask, which count to four; it does not say how it resets."""
 
