@@ -191,7 +191,7 @@ def _with_fields(state: CollectorState, data: Mapping[str, Any]) -> CollectorSta
         device = next((leaf.device for leaf in flatten_part(parts["policy_state"].recurrent)[0]), "cpu")
         carried = {path: leaf.to(device) for path, leaf in data["carried"].items()}
         parts["policy_state"] = parts["policy_state"]._replace(carried=carried)
-    return state.replace(**parts)
+    return state.changed(**parts)
 
 
 def _description(state: CollectorState, env: Env | None = None) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> Collect
 
 def reseed(env: Env, policy: Policy, state: CollectorState, seed: int) -> CollectorState:
     """Begin new episodes under another seed. Before the first step, the result equals that of `init` with this seed."""
-    return go_on(env, policy, state.replace(key=key_from_seed(seed)), episode=None if state.steps_made else -1)
+    return go_on(env, policy, state.changed(key=key_from_seed(seed)), episode=None if state.steps_made else -1)
 
 
 def go_on(

@@ -29,6 +29,7 @@ from funcollect.tree import NAMESPACE, Path
 Array = TypeVar("Array", default=Any)  # Tensor, or jax.Array over a JAX environment
 _STATIC = ("total_lanes", "origin")
 _PARTS = ("env_state", "env_params", "policy_state")  # pytrees whose structure an environment or a policy chose
+_OF_STARTS = {"env_state", "env_params", "key"}  # if one is replaced, JAX environments make their next starts again
 _ORIGINS = itertools.count(1)
 _LANE_IDS: Any = WeakIdKeyDictionary()  # copies on the CPU of `lane` tensors on devices
 
@@ -157,14 +158,16 @@ class CollectorState(Generic[Array]):
             raise ValueError(f"state.replace got env_state without observation, expected both: {why}")
         if unknown := sorted(changes.keys() - _FIELDS.keys()):
             raise TypeError(f"state.replace got {unknown}, expected fields of a CollectorState: check the spelling")
+        env_state = changes.get("env_state", self.env_state)
+        differing = {name for name, value in changes.items() if value is not getattr(self, name)}
+        if isinstance(env_state, JaxEnvState) and differing & _OF_STARTS:
+            changes["env_state"] = env_state.with_used_starts()
         return self.changed(**changes)
 
     __replace__ = replace  # of `copy.replace`
 
     def changed(self, **changes: Any) -> CollectorState[Array]:
-        """Do what `replace` does, unchecked: the observation belongs to the `env_state`."""
-        if "env_params" in changes and isinstance(self.env_state, JaxEnvState):
-            changes = {"env_state": self.env_state.with_used_starts(), **changes}  # made with the old params
+        """Do what `replace` does, unchecked: the observation and the next starts belong to the `env_state`."""
         changed = object.__new__(type(self))  # rather than dataclasses.replace, which takes three times as long
         vars(changed).update(vars(self), **changes)
         if "observation" in changes:

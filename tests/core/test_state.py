@@ -204,6 +204,16 @@ def test_the_state_of_an_environment_is_replaced_with_its_observation(name):
     assert torch.equal(again["observation"][:, 0], batch["observation"][:, 0])
 
 
+def test_the_next_starts_are_those_of_what_was_replaced():
+    env, policy, early, late = two_states(JAX)
+    early, late = fc.reset(env, early, MASK), fc.reset(env, late)  # the early lane 1 holds its next start
+    back = late.replace(env_state=early.env_state, observation=early.observation)
+    other = early.replace(key=fc.keys.key_from_seed(9))
+    for one, two in ((back, late), (other, fc.init(env, policy, seed=9))):
+        roots = (np.asarray(*fc.reset(env, state, ~MASK).observation.values())[1] for state in (one, two))
+        assert np.array_equal(*roots)
+
+
 MASK = torch.tensor([True, False, True])
 JAX, TORCH = "gymnax/CartPole-v1", "torch/CartPole-v1"
 

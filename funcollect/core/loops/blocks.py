@@ -133,7 +133,7 @@ class BlockLoop:
             return None
         leaves = self._layout.unpack({name: torch_view(column) for name, column in columns.items()})
         leaves |= {path: torch_view(column) for path, column in constants.items()}
-        return rest.replace(env_state=moved[0], observation=moved[1]), leaves
+        return rest.changed(env_state=moved[0], observation=moved[1]), leaves
 
     def _program(self, which: Hashable, function: Any, steps: int, **options: Any) -> Any:
         whole = steps % _UNROLL == 0 and steps > _UNROLL  # else steps beside the loop might be rounded otherwise
@@ -171,7 +171,7 @@ class BlockLoop:
 
 def _apart(state: Traced) -> tuple[Moved, Traced]:
     """Return the large parts of a state, and the state without them."""
-    return (state.env_state, dict(state.observation)), state.replace(env_state=None, observation={})
+    return (state.env_state, dict(state.observation)), state.changed(env_state=None, observation={})
 
 
 class _Plan(NamedTuple):
@@ -191,7 +191,7 @@ def _block(
     config, layout, steps, unroll, made_each_step = plan
     jax = import_jax()
     before: JaxEnvState = moved[0]
-    state = rest.replace(env_state=before.current, observation=moved[1])
+    state = rest.changed(env_state=before.current, observation=moved[1])
     bound, keys = opened(bound), run_keys(state.key, state.lane)
     env, since, begun_at = config.env, state.episode, state.steps
     count = 0 if made_each_step else SPARES if env.starts == "fresh" else 1  # 1 if all episodes of a lane start alike

@@ -63,7 +63,7 @@ def reset(env: JaxEnv, state: CollectorState, lanes: Tensor, *, stale: bool = Fa
     """Implement `funcollect.reset` of the lanes of a mask [P]; with `stale`, `funcollect.recover`."""
     if stale and not is_live(state):  # an interrupted collector has used up its memory
         first = _first_state(env, state.key, int(state.lane_ids[0]), state.total_lanes, state.env_params)
-        state = state.replace(env_state=first.env_state.with_used_starts(), observation=first.observation)
+        state = state.changed(env_state=first.env_state.with_used_starts(), observation=first.observation)
     place = place_of(state)
     restart = compiled(env, "reset", lambda state, mask, to: traced.reset(env, state, mask, to=to), place=place)
     follow_torch(*place.device_set)
@@ -78,7 +78,7 @@ def fork(env: JaxEnv, state: CollectorState) -> CollectorState:
         return state
     follow_torch(*place.device_set)
     env_state, observation = import_jax().tree.map(import_jax().numpy.copy, (state.env_state, dict(state.observation)))
-    return state.replace(env_state=env_state, observation=observation)  # only these are ever used up
+    return state.changed(env_state=env_state, observation=observation)  # only these are ever used up
 
 
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
@@ -261,7 +261,7 @@ class _CrossingStepper(eager.Stepper):
     def __init__(self, env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> None:
         # The actor reads a NumPy key and tensors.
         read = {name: torch_view(getattr(state, name)).cpu() for name in ("lane", "step")}
-        super().__init__(env, policy, state.replace(key=np.asarray(state.key), steps=state.steps_made, **read), request)
+        super().__init__(env, policy, state.changed(key=np.asarray(state.key), steps=state.steps_made, **read), request)
         self._before, place = state, place_of(state)
         # The actor explores and makes the random steps, so the program does not.
         options = request.step_options(env)._replace(exploration_type=ExplorationType.RANDOM, random_steps=0)

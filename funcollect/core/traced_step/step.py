@@ -110,7 +110,7 @@ def step(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
         **recorded_params(env, state.env_params, state.num_lanes),
         ("collector", "policy_version"): import_jax().numpy.broadcast_to(state.policy_version, state.lane.shape),
     }
-    after = state.replace(
+    after = state.changed(
         env_state=state.env_state._replace(current=moved.env_state),
         observation=nexts,
         policy_state=policy_state,
@@ -219,7 +219,7 @@ def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
     def begun(rows: LaneRows) -> LaneRows:
         return rows._replace(current=where_lanes(mask, rows.coming, rows.current))
 
-    return state.replace(
+    return state.changed(
         env_state=lanes._replace(current=where_lanes(mask, starts, lanes.current)),
         env_params=map_rows(begun, state.env_params),
         observation=where_lanes(mask, by_path(env, roots), dict(state.observation)),
