@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect import protocols
-from funcollect.core.state import CollectorState
+from funcollect.core.state import CollectorState, Handle
 from funcollect.envs.host.host_env import statistics_of
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.errors import ClosedError, EnvError, NotCalledError, ReplayError, StaleStateError
@@ -241,7 +241,7 @@ class Simulation(LiveSimulators):
 
 
 @dataclass(frozen=True)
-class SimulatorHandle:
+class SimulatorHandle(Handle):
     """A state's handle on simulators, which can be used once."""
 
     simulation: Any  # one of `LiveSimulators`

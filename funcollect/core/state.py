@@ -48,6 +48,10 @@ class ReadOnlyDict(dict[Path, Any]):
         return ReadOnlyDict, (dict(self),)
 
 
+class Handle:
+    """The base of an `env_state` that stands for simulators, which hold the key of their seeds."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CollectorState(Generic[Array]):
     """The state of a collection: made by `init`, threaded through `rollout`, never changed.
@@ -151,7 +155,8 @@ class CollectorState(Generic[Array]):
     def replace(self, **changes: Any) -> CollectorState[Array]:
         """Return a state with some fields changed; another `env_state` needs its observation beside it.
 
-        Other `env_params` act at once, and are the same for all lanes; see also `set_env_params`.
+        Other `env_params` act at once, and are the same for all lanes; see also `set_env_params`. Over simulators, the
+        `key` cannot be replaced.
         """
         if "observation" not in changes and changes.get("env_state", self.env_state) is not self.env_state:
             why = "the policy would act on the observation of another state; pass observation=other.observation, too"
@@ -162,6 +167,9 @@ class CollectorState(Generic[Array]):
         differing = {name for name, value in changes.items() if value is not getattr(self, name)}
         if isinstance(env_state, JaxEnvState) and differing & _OF_STARTS:
             changes["env_state"] = env_state.with_used_starts()
+        if isinstance(env_state, Handle) and "key" in differing:
+            what = "state.replace got another key, but simulators keep the seeds of theirs, expected none"
+            raise ValueError(f"{what}: begin another run with funcollect.init(env, policy, seed=...)")
         return self.changed(**changes)
 
     __replace__ = replace  # of `copy.replace`

@@ -63,7 +63,11 @@ def test_what_is_no_field_and_what_is_no_key_is_refused(name):
         state.replace(keys=state.key)
     for key in (3, jax.random.key(0), np.zeros(2, np.int64), np.zeros(3, np.uint32)):
         with pytest.raises(TypeError, match=r"key is .*, expected uint32 \[2\]: pass funcollect.keys.key_from_seed"):
-            fc.rollout(env, policy, state.replace(key=key), 3)
+            fc.rollout(env, policy, state.changed(key=key), 3)
+    if name == "CartPole-v1":
+        with pytest.raises(ValueError, match=r"keep the seeds of theirs, .*: begin another run with funcollect.init"):
+            state.replace(key=fc.keys.key_from_seed(5))
+        return
     after, _ = fc.rollout(env, policy, state.replace(key=fc.keys.key_from_seed(5)), 3)
     assert after.seed == 5
     fc.close(after)
