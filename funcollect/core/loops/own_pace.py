@@ -8,7 +8,7 @@ Where one call steps all lanes, no lane can wait at the end of a rollout: the ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -48,6 +48,7 @@ class Carried(NamedTuple):
     ahead: npt.NDArray[np.int64]  # [P], the number of each lane's whole rows
     memory: Sequence[npt.NDArray[Any]]  # of the stepper, each [k, P, ...]
     outputs: Columns  # of the policy, each [k, P, ...]
+    explored: tuple[str, ...]  # the names of the exploration, whose columns are the last of `memory`
     begun: npt.NDArray[np.bool_]  # [P], lanes that were reset since, whose rows are dropped
 
     def without(self, lanes: npt.NDArray[np.bool_]) -> Carried:
@@ -121,6 +122,8 @@ class OwnPaceStepper(HostStepper):
 
     @override
     def begin(self) -> None:
+        if self._carried:
+            _check_same("exploration", self._carried.explored, self._explored)
         super().begin()
         if self._carried is None:
             return
@@ -217,6 +220,7 @@ class OwnPaceStepper(HostStepper):
             self._made - length,
             [column[beyond].copy() for column in self._memory],
             {path: column[beyond].clone() for path, column in outputs.items()},
+            tuple(self._explored),
             np.zeros(len(self._made), bool),
         )
         delivered = {path: column[:length] for path, column in outputs.items()}
@@ -237,7 +241,7 @@ class LanesActor(Actor):
     def __init__(
         self, policy: Policy, inputs: ActorInputs, carried: Columns, early: Tensor | None, random_left: int, length: int
     ) -> None:
-        self._policy, self._inputs, self._state = policy, inputs, inputs.policy_state
+        self._policy, self._inputs, self._state, self._carried = policy, inputs, inputs.policy_state, carried
         self._early, self._random_left, self._length = early, random_left, length
         self._remembers = policy.remembers(inputs.policy_state)
         self._every, self._columns = torch.arange(inputs.num_envs), Columns()
@@ -297,6 +301,8 @@ class LanesActor(Actor):
 
     def _keep(self, outputs: Columns) -> None:
         """Write the outputs of the calls to the steps that they were made for, in the lanes that acted."""
+        if self._carried:
+            _check_same("outputs", self._carried, outputs)
         steps, lanes = (torch.cat(parts) for parts in zip(*self._calls, strict=True))
         calls = torch.arange(len(self._calls)).repeat_interleave(torch.tensor([len(made) for made, _ in self._calls]))
         for path, rows in outputs.items():
@@ -316,6 +322,18 @@ class LanesActor(Actor):
     @override
     def finish(self) -> tuple[Any, Columns]:
         return self._state, self._columns
+
+
+def _check_same(what: str, carried: Collection[Any], own: Collection[Any]) -> None:
+    """Raise PolicyError if the carried rows have other `what`, by name, than those of this policy."""
+    if {*carried} != {*own}:
+        found, wanted = (
+            sorted(".".join(name) if isinstance(name, tuple) else name for name in names) for names in (carried, own)
+        )
+        raise PolicyError(
+            f"lanes have run ahead by rows of a policy with the {what} {found}, expected those of this one, {wanted}: "
+            "begin new episodes with funcollect.recover(env, state)"
+        )
 
 
 def _check_lanes_apart(policy: Policy, noise: Noise | None) -> None:

@@ -249,6 +249,32 @@ def test_random_first_frames_of_lanes_that_run_ahead():
     assert (batch["action"][:, 40:] == 0).all()
 
 
+def linear(head):
+    return fc.torch_policy(lambda seen: seen[:, :2], head=head)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "says"),
+    [
+        (
+            linear(fc.heads.categorical),
+            fc.random_policy,
+            r"the outputs \['action', 'action_log_prob'\], .*\['action'\]",
+        ),
+        (linear(fc.heads.epsilon_greedy(0.5)), linear(fc.heads.categorical), r"the exploration \['epsilon'\], .*\[\]"),
+    ],
+)
+def test_rows_that_another_policy_made_are_refused(first, then, says):
+    env = fc.make_env(late)
+    state, _ = fc.rollout(env, first, fc.init(env, first, seed=0), 30)
+    other = then if isinstance(then, fc.Policy) else then(env)
+    state = state.replace(policy_state=other.init(state.key, state.num_lanes))
+    with pytest.raises(fc.PolicyError, match=says):
+        fc.rollout(env, other, state, 9)
+    _, batch = fc.rollout(env, other, fc.recover(env, state), 9)
+    assert (batch["collector", "step"][:, 0] == 0).all()
+
+
 @pytest.mark.parametrize(
     ("do", "error", "says"),
     [
