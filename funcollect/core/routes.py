@@ -237,7 +237,7 @@ def _forking(env: Env) -> str:
         return f"impossible: {kept}, which are no part of a state"
     if env.forking == "none" and env.seeding == "episode":
         return "impossible: no actions are kept to replay (replayable=False)"
-    return _FORKING[env.forking]
+    return _FORKING["none" if env.forking == "replay" and env.seeding != "episode" else env.forking]
 
 
 def _seeding(env: Env) -> str:

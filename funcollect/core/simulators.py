@@ -286,7 +286,7 @@ def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
         why, mend = f"{kept}, which a replay does not restore", "use funcollect.normalized and scale_rewards instead"
     elif env.forking == "none" and env.seeding == "episode":
         why, mend = "it keeps no actions to replay", f"make it without replayable=False or forking='none', or {advice}"
-    elif env.forking == "none":
+    elif env.forking != "snapshot" and env.seeding != "episode":
         why = f"it is seeded by {env.seeding} and gives no snapshot"
     elif source.changed_in_part:
         why, mend = "a function was applied and raised in one lane, not in all", "make a state by funcollect.init"

@@ -1,6 +1,7 @@
 """States as values: forked, saved, used again, stepped one by one; simulators replayed from seeds and actions."""
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import gymnasium
@@ -182,6 +183,14 @@ class Secret(Rigged):
     def _spoilt(self, answer):
         drawn = (self.drawn_at == "step") is (len(answer) == 5)
         return (answer[0] + np.float32(random.random()), *answer[1:]) if self.drawn_at and drawn else answer
+
+
+@pytest.mark.parametrize("seeding", ["lane", "run"])
+def test_episodes_without_a_seed_of_their_own_are_not_replayed(seeding):
+    env, policy, state = fresh(replace(fc.make_env([Masked] * 2), seeding=seeding), steps=20)
+    with pytest.raises(fc.ReplayError, match=f"seeded by {seeding} and gives no snapshot"):
+        fc.fork(env, state)
+    fc.rollout(env, policy, state, 3)
 
 
 @pytest.mark.parametrize(("at", "length"), [("reset", 0), ("step", 1), ("step", 6)])
