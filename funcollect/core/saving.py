@@ -172,6 +172,7 @@ def restore(
             what = f"{env} cannot go back to the saved state: functions were applied to its environments since"
             raise ReplayError(f"{what}, which nothing undoes: restore into a new collector, with a new instance")
         record = SimulationRecord(**data["env_state"])
+        _check_actions(record.actions, env)
         return whole.changed(env_state=rebuild(env, record, whole, saved=True, over=simulation))
     except BaseException:
         close(state)
@@ -183,6 +184,14 @@ def _check_description(saved: Mapping[str, Any], state: CollectorState, env: Env
         if saved[name] != value:
             what = f"the {name} of the saved state's environment is {shown(saved[name])}, of {env!r} {shown(value)}"
             raise ValueError(f"{what}: pass an environment like the one that the state was made with")
+
+
+def _check_actions(actions: Tensor | None, env: Env) -> None:
+    """Raise ValueError for saved actions [steps, P, ...] of another shape than those of `env`."""
+    wanted = [*env.action_spec.shape]
+    if actions is not None and len(actions) and (saved := [*actions.shape[2:]]) != wanted:
+        what = f"a saved action has the shape {saved}, one of {env!r} {wanted}"
+        raise ValueError(f"{what}: pass an environment like the one that the state was made with (one_hot)")
 
 
 def _with_fields(state: CollectorState, data: Mapping[str, Any]) -> CollectorState:

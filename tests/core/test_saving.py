@@ -128,6 +128,14 @@ def test_another_environment_or_policy_is_refused(env, policy, words, tmp_path):
         fc.load(tmp_path / "state", make_env(env, 2), policy)
 
 
+def test_actions_in_another_encoding_are_refused(tmp_path):
+    _, _, state = fresh("CartPole-v1", num_envs=2, one_hot=True, steps=5)
+    fc.save(tmp_path / "state", state)
+    own = fc.make_env("CartPole-v1", num_envs=2)
+    with refused(ValueError, ("a saved action has the shape [2]", "one of", "[]: pass an environment like")):
+        fc.load(tmp_path / "state", own, fc.random_policy(own))
+
+
 def test_damaged_and_foreign_files_are_refused(tmp_path, monkeypatch):
     env, policy = pair("CartPole-v1", "torch_mlp", 3)
     state, path = fc.init(env, policy, seed=0), tmp_path / "state"
