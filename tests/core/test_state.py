@@ -302,7 +302,9 @@ class BeginsAt(gymnasium.Env):
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}])
 def test_options_act_in_one_reset_of_the_chosen_lanes_and_in_copies_of_it(workers, tmp_path):
     env, policy, state = fresh(BeginsAt, num_envs=3, max_episode_steps=6, **workers, steps=2)
-    state = fc.reset(env, state, MASK, options={"place": 50.0})
+    options = {"place": np.array(50.0)}
+    state = fc.reset(env, state, MASK, options=options)
+    options["place"] += 1
     assert (state.observation["observation",][:, 0] == 50).tolist() == MASK.tolist()
     state, _ = fc.rollout(env, policy, state, 3)
     with pytest.raises(fc.ReplayError, match="reset with options, which are not saved"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,8 @@ def reset(
         simulation.seed_again()
     chosen = lanes.nonzero()[:, 0].tolist()
     if options is not None:
-        simulation.options |= {lane: (simulation.episodes[lane] + 1, dict(options)) for lane in chosen}
+        kept = deepcopy(dict(options))  # the caller may change theirs
+        simulation.options |= {lane: (simulation.episodes[lane] + 1, kept) for lane in chosen}
     simulation.restart(chosen)
     simulation.action_log.ages = torch.where(lanes, 0, simulation.action_log.ages)
     if simulation.carried:
