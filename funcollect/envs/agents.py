@@ -60,6 +60,9 @@ def grouped(agents: Mapping[str, tuple[Space, Space]], given: Any, *, comes_and_
 
 def observation_space(groups: Mapping[str, Group], state: Space | None = None) -> spaces.Dict:
     """The observation space of a lane: by group, its agents' rows and flags and, if they come and go, a mask."""
+    if state is not None and STATE in groups:
+        what = f"a group is named {STATE!r}, as the shared observation is, expected another name"
+        raise ValueError(f"{what}: pass other names as groups=, or leave the shared observation out")
     by_name: dict[str, Space] = {}
     for name, group in groups.items():
         rows: dict[str, Space] = {"observation": batch_space(group.observation_space, group.n)}

@@ -240,6 +240,7 @@ def test_when_a_lane_ends(done):
     [
         (lambda: made(groups={"ant": ["ant_0"]}), ValueError, "expected every agent of .*'bee_0'.* once"),
         (lambda: made(groups={"x": ["ant_0", "ant_1", "bee_0"]}), ValueError, "'x' holds bee_0 .* groups of their own"),
+        (lambda: made(groups={"state": ["ant_0", "ant_1"], "b": ["bee_0"]}), ValueError, "a group is named 'state'"),
         (lambda: made(done="one"), ValueError, "done must be one of"),
         (lambda: fc.make_env("pettingzoo/mpe/no_v1"), ValueError, "PettingZoo has no 'mpe/no_v1' here"),
         (lambda: fc.by_group({"ant": 3}), TypeError, "expected a Policy"),
