@@ -31,7 +31,7 @@ from funcollect.core.saving import Episodes
 from funcollect.core.whole_episodes import check_limited
 from funcollect.errors import WorkerError
 from funcollect.keys import key_from_seed
-from funcollect.policies.by_group import parts_of
+from funcollect.policies.base import parts_of
 from funcollect.policies.torch_modules.settings import dumps
 from funcollect.policies.torch_modules.torch_backed import has_lazy_layers
 from funcollect.processes.failures import sending

@@ -18,7 +18,8 @@ from funcollect.errors import LoweringError
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import default_device_type
 from funcollect.interop.memo import memo_of
-from funcollect.policies.by_group import GroupPolicy, parts_of
+from funcollect.policies.base import parts_of
+from funcollect.policies.by_group import GroupPolicy
 from funcollect.policies.heads.head import FromDistribution
 from funcollect.policies.jax_functions.jax_policy import is_traceable
 from funcollect.policies.population import TorchPopulation

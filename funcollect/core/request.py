@@ -20,8 +20,8 @@ from funcollect.envs.base import observer_of
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import kind_of, shown
-from funcollect.policies.base import HeadedPolicy
-from funcollect.policies.by_group import GroupPolicy, parts_of
+from funcollect.policies.base import HeadedPolicy, parts_of
+from funcollect.policies.by_group import GroupPolicy
 from funcollect.policies.heads.head import Head, summed
 from funcollect.policies.tensordict_modules.calling import carries_action, read_and_written
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy

@@ -27,7 +27,7 @@ from funcollect.arguments import check_call, checked_device
 from funcollect.errors import PluginError
 from funcollect.interop.jax_setup import default_device_type, import_jax
 from funcollect.messages import kind_of, shown
-from funcollect.policies.by_group import parts_of
+from funcollect.policies.base import parts_of
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.tensordict_modules.calling import initial_hidden_states
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
@@ -89,12 +89,10 @@ def _placed(policy: Policy, env: Env, place: torch.device) -> Policy:
     for part in parts_of(policy):
         if isinstance(part, RandomPolicy):
             continue
-        if part.backend == "jax":
-            actual, there, mend = default_device_type(), place.type, "set JAX_PLATFORMS"
-        else:
-            actual, there = getattr(part, "run_device", None), place
-            mend = "make its parts there, with torch_policy(…, device=…)"
-        if actual not in (None, there):
+        in_jax = part.backend == "jax"
+        actual = torch.device(default_device_type()) if in_jax else getattr(part, "run_device", None)
+        if actual is not None and (actual.type != place.type if in_jax else actual != place):
+            mend = "set JAX_PLATFORMS" if in_jax else "make its parts there, with torch_policy(…, device=…)"
             what = f"policy_device is {place}, but a {type(policy).__name__} runs on {actual}, with its parameters"
             raise ValueError(f"{what}, expected that device: {mend}, or leave policy_device out")
     return policy

@@ -55,6 +55,7 @@ class PolicyBase(ABC):
     params: Any
     exploration: Mapping[str, float] = MappingProxyType({})
     nested: Sequence[Path] = ()
+    policies: Mapping[str, Policy] = MappingProxyType({})  # of which it is made, by group or by player
 
     def check(self, spec: ActionSpec, /) -> None:  # noqa: B027  (every space suits)
         """Raise ValueError for an action space that does not suit."""
@@ -192,6 +193,11 @@ class ProtocolActor(Actor):
         names = ("action", *(self._recorder.names or ()))
         columns: Columns = {(name,): column for name, column in zip(names, self._recorder.columns(), strict=True)}
         return self._state, self._policy.finish(columns, self._inputs.spec)
+
+
+def parts_of(policy: Any) -> list[Any]:
+    """The policies of which one by group or by player is made; otherwise the policy itself."""
+    return [*(policy.policies.values() if isinstance(policy, PolicyBase) else ())] or [policy]
 
 
 def check_policy(policy: Any) -> None:

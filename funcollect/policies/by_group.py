@@ -62,11 +62,6 @@ def by_group(policies: Mapping[str, Policy], *, together: Sequence[str] = ()) ->
     return GroupPolicy(policies, together)
 
 
-def parts_of(policy: Any) -> list[Any]:
-    """The policies inside one by group or by player; otherwise the policy itself."""
-    return [*policy.policies.values()] if isinstance(policy, GroupPolicy) else [policy]
-
-
 class GroupPolicy(PolicyBase):
     """See `by_group`."""
 

@@ -153,7 +153,7 @@ class VectorLanes(SimulatorsBase):
 
     def _pick(self, info: dict[str, Any]) -> list[tuple[Any, ...]]:
         """For each recorded info key, its P values; EnvError if a lane lacks one."""
-        picked = []
+        picked: list[tuple[Any, ...]] = []
         if not self._info_keys or self._late.all():  # no lane's infos are recorded where all are reset
             return picked
         for key in self._info_keys:
