@@ -19,7 +19,7 @@ from funcollect.buffers.replay import ReplayBuffer
 from funcollect.buffers.samplers import SliceSampler
 from funcollect.buffers.trajectory_index import Trajectories
 from funcollect.messages import kind_of
-from funcollect.trajectories.split import readable
+from funcollect.trajectories.split import check_single_steps, readable
 from funcollect.tree import key_of
 
 __all__ = ["hindsight"]
@@ -91,6 +91,7 @@ class _Relabelled(WiderIndices):
     def finish(self, batch: Any) -> Any:
         if not isinstance(batch, TensorDictBase):
             raise TypeError(f"the frames are {kind_of(batch)}, which have no goals: store TensorDicts")
+        check_single_steps(batch)
         held, needed = batch.keys(True, True), [(_GOAL,), ("next", _GOAL), ("next", _ACHIEVED), ("next", "reward")]
         if missing := [readable(path) for path in needed if key_of(path) not in held]:
             what = f"the frames have no {missing}, they have {sorted(map(str, held))}"

@@ -169,6 +169,7 @@ BAD = {
     "expected one of single frames with their own rewards": lambda: drawn(sampler=fc.SliceSampler(slice_len=3)),
     "single frames with their own": lambda: drawn(sampler=fc.MultiStepSampler(n_steps=2, gamma=0.9)),
     "frames have no .*desired_goal.*, they have": lambda: drawn(frames().exclude("desired_goal")),
+    "take the batch before MultiStep": lambda: drawn(fc.MultiStep(gamma=1.0, n_steps=2)(frames())),
     r"reward returned shape \[\] for": lambda: drawn(reward=lambda achieved, goal, rows: 1.0),
     "has no collector.traj_ids or episode": lambda: drawn(frames().exclude("collector", ("next", "done"))),
     "the frames are dict, which have no goals": lambda: drawn({"episode": torch.zeros(9)}),
