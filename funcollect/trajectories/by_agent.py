@@ -116,7 +116,7 @@ class _Turns:
         ids, step = (split.require(batch, key, tail=()) for key in (split.TRAJECTORY_IDS, split.STEP))
         self.done = split.ends_of(batch)
         self.last = self.done.clone()  # whether a frame is the last of its trajectory here
-        self.last[..., :-1] |= ids[..., 1:] != ids[..., :-1]
+        self.last[..., :-1] |= (ids[..., 1:] != ids[..., :-1]) | split.breaks(batch)
         self.last[..., -1] = True
         self.time = torch.arange(ids.shape[-1], device=ids.device)
         begins = torch.ones_like(self.last)

@@ -108,6 +108,8 @@ def _tensors_of(batch: TensorDictBase, values: Mapping[str, Any]) -> dict[str, T
         leaf = (split.require if name in _NEEDED else split.optional)(batch, path, tail=_TAILS.get(name, (1,)))
         if leaf is not None:
             columns[name] = leaf if leaf.ndim > batch.batch_dims else leaf[..., None]
+    columns["done"] = columns["done"].clone()
+    columns["done"][..., :-1, :] |= split.breaks(batch)[..., None]
     for name, leaf in values.items():
         _check_type(name, leaf, isinstance(leaf, Tensor), "a tensor, as the batch has")
         _check_values(name, leaf, leaf.is_floating_point(), columns["reward"].shape)
@@ -226,7 +228,7 @@ class MultiStep:
         for key in (split.TRAJECTORY_IDS, ("episode",), split.MASK):
             if (leaf := split.optional(batch, key, tail=())) is not None:
                 ends[..., :-1] |= leaf[..., 1:] != leaf[..., :-1]
-        ends[..., :-1] |= split.steps_back(batch)
+        ends[..., :-1] |= split.breaks(batch)
         ends[..., -1] = True
         length = ends.shape[-1]
         time = torch.arange(length, device=ends.device)
@@ -312,10 +314,11 @@ def _returns(frames: CountedFrames, opened: Mapping[int, tuple[int, Tensor]], ga
     values = frames.rewards.clone()
     if not len(values):
         return values
-    ids = frames.traj_ids
-    goes_on = torch.cat([ids.new_zeros(1, dtype=torch.bool), ids[1:] == ids[:-1]])
+    ids, steps = frames.traj_ids, frames.steps
+    goes_on = torch.zeros_like(ids, dtype=torch.bool)
+    goes_on[1:] = (ids[1:] == ids[:-1]) & (steps[1:] > steps[:-1])  # of joined runs, ids may be equal
     for row in (~goes_on).nonzero()[:, 0].tolist():
-        if (so_far := opened.get(int(ids[row]))) is not None:
+        if steps[row] > 0 and (so_far := opened.get(int(ids[row]))) is not None:
             values[row] += gamma * so_far[1]
     sums: Tensor = _discounted_sums(torch, values.flip(0), (gamma * goes_on.double()[:, None]).flip(0))
     return sums.flip(0)

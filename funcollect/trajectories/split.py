@@ -200,6 +200,12 @@ def steps_back(batch: TensorDictBase) -> Tensor:
     return back if finished is None else back & ~finished[..., 1:, 0]
 
 
+def breaks(batch: TensorDictBase) -> Tensor:
+    """Whether the next frame begins a slice of a buffer, or another of several joined runs: ``[*B, T - 1]`` bool."""
+    back, starts = steps_back(batch), optional(batch, IS_FIRST, tail=())
+    return back if starts is None else back | starts[..., 1:]
+
+
 def check_order(batch: TensorDictBase) -> None:
     """Raise unless this is a batch, and the frames of each row follow each other, as far as their keys show.
 
