@@ -23,7 +23,7 @@ def agents_as_rows(batch: TensorDictBase, group: str) -> TensorDict:
     the root from then on, and such frames are ignored. An agent that is there when its lane's episode ends is
     truncated. Each agent has trajectory ids and a lane of its own; shared leaves, such as ``state``, are repeated.
 
-    Leaves are views, except for ids, lanes and flags. Raises ValueError for a batch without that group.
+    Leaves are views, except for ids, lanes and flags. Raises ValueError for a batch without that group, and for sums of rewards.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("pettingzoo/mpe/simple_tag_v3", num_envs=2)
@@ -34,6 +34,7 @@ def agents_as_rows(batch: TensorDictBase, group: str) -> TensorDict:
     (torch.Size([2, 3, 8]), torch.Size([2, 3, 8, 16]))
     """
     check_kind("batch", batch, TensorDictBase, "pass the batch of a rollout")
+    split.check_single_steps(batch)
     rewards = flatten(batch.get("next", {}))
     if (group, "reward") not in rewards:
         keys = [path[0] for path in rewards if path[1:] == ("reward",)]

@@ -199,11 +199,15 @@ class MultiStep:
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """The n-step batch of a batch ``[*B, T]``, which is not changed.
 
-        ValueError if it has no frames, no ``next.reward`` or no ``next.done``, frames out of order, or rewards that are
-        sums already.
+        ValueError if it has no frames, no ``next.reward`` or no ``next.done``, frames out of order, rewards that are
+        sums already, or rewards of groups of agents.
         """
         split.check_order(batch)
         split.check_single_steps(batch)
+        paths = flatten(batch.get("next", {}))
+        if groups := [name for name, *rest in paths if rest == ["reward"] and (name, "done") in paths]:
+            what = f"the batch has rewards of the groups {groups}, which are not summed, expected those of one agent"
+            raise ValueError(f"{what}: call agents_as_rows(batch, group) first")
         batch = next_observations(batch)  # a compact batch lacks those that the result takes from later frames
         if not batch.shape[-1]:
             raise ValueError(f"the batch {list(batch.shape)} has no frames, expected [*B, T] with T of at least 1")

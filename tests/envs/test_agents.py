@@ -227,6 +227,17 @@ def test_agents_as_lanes_of_their_own(done):
     torch.testing.assert_close(log_prob[present], rows["action_log_prob"][present])
 
 
+def test_rewards_of_groups_are_summed_by_agent():
+    batch, sums = collect(made(), fc.random_policy(made()), 9, seed=6), fc.MultiStep(gamma=0.9, n_steps=3)
+    with pytest.raises(ValueError, match=r"groups \['ant', 'bee'\], .*: call agents_as_rows"):
+        sums(batch)
+    summed = sums(fc.agents_as_rows(batch, "ant"))
+    assert (summed["next", "reward"] != summed["original_reward"]).any()
+    batch["steps_to_next_obs"] = torch.ones(3, 9, 1)
+    with pytest.raises(ValueError, match="take the batch before MultiStep"):
+        fc.agents_as_rows(batch, "ant")
+
+
 @pytest.mark.parametrize("done", ["all", "any"])
 def test_when_a_lane_ends(done):
     batch = collect(made(done=done), fc.random_policy(made()), 30, seed=0)
