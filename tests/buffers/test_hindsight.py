@@ -160,6 +160,19 @@ def test_a_second_call_replaces_the_first_and_readers_draw_no_goals(tmp_path):
     assert {*buffer.sample()["desired_goal"][:, 0].tolist()} == {2.0, 8.0, 10.0, 15.0}
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_lanes_with_equal_ids_are_told_apart(before):
+    lanes = torch.stack([frames(), frames()])
+    lanes["next", "achieved_goal"][1] += 100
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(40, ndim=2), batch_size=300)
+    for step in (lambda: fc.hindsight(buffer, reward=reward), lambda: buffer.extend(lanes))[:: 1 if before else -1]:
+        step()
+    sample = buffer.sample()
+    new = sample["desired_goal"] != -5
+    assert new.any()
+    assert (((sample["desired_goal"] >= 100) == (sample["next", "achieved_goal"] >= 100)) | ~new).all()
+
+
 def drawn(batch=None, sampler=None, reward=reward, **options):
     buffer = filled(frames() if batch is None else batch, 30, sampler, batch_size=9, **options)
     return fc.hindsight(buffer, reward=reward).sample()
