@@ -214,9 +214,7 @@ class MultiStep:
         steps = self._steps(batch)
         time = batch.batch_dims - 1
         last = torch.arange(batch.shape[-1], device=steps.device) + steps - 1
-        following = batch.get("next").apply(
-            lambda leaf: torch.take_along_dim(leaf, last.reshape(*last.shape, *[1] * (leaf.ndim - last.ndim)), time)
-        )
+        following = batch.get("next").apply(lambda leaf: split.taken_along(leaf, last, time))
         reward = split.require(batch, ("next", "reward"), tail=None)
         following.set("reward", self._sum(reward, steps, time))
         result = batch.clone(False).unlock_()

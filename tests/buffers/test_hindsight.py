@@ -173,6 +173,17 @@ def test_lanes_with_equal_ids_are_told_apart(before):
     assert (((sample["desired_goal"] >= 100) == (sample["next", "achieved_goal"] >= 100)) | ~new).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64])
+def test_goals_and_n_step_frames_of_wide_unsigned_integers(dtype):
+    batch = frames()
+    wide = batch.clone()
+    for key in ("achieved_goal", "desired_goal"):
+        wide[key], wide["next", key] = (leaf.abs().to(dtype) for leaf in (batch[key], batch["next", key]))
+    assert drawn(wide, reward=lambda achieved, goal, rows: torch.zeros(len(goal)))["desired_goal"].dtype == dtype
+    one, two = (fc.MultiStep(0.9, 3)(each)["next", "achieved_goal"].float() for each in (batch, wide))
+    assert torch.equal(one, two)
+
+
 def drawn(batch=None, sampler=None, reward=reward, **options):
     buffer = filled(frames() if batch is None else batch, 30, sampler, batch_size=9, **options)
     return fc.hindsight(buffer, reward=reward).sample()
