@@ -186,8 +186,7 @@ class PrioritizedSampler(RandomSampler):
         kept = (slots >= 0) & (slots < len(memory)) & (values >= 0) & (values <= _LARGEST)
         kept &= (memory.written - 1 - slots) % memory.capacity >= after
         kept &= after < memory.written
-        slots = slots.clamp(0, self.max_capacity - 1)
-        sums.put(slots, torch.where(kept, self._weights(values), sums.get(slots)))
+        sums.put(torch.where(kept, slots, self.max_capacity), self._weights(values))
         self._highest = torch.cat([self._highest, torch.where(kept, values, 0.0)]).amax(0, keepdim=True)
 
     def _weights(self, priority: Any) -> Any:

@@ -341,6 +341,9 @@ def test_priorities_on_a_device_are_those_of_the_host(within, device, tmp_path):
         host.update_priority(info["index"], priority)
         there.update_priority(other["index"], priority.to(device))
         np.testing.assert_allclose(there.sampler.state()["weights"], host.sampler.state()["weights"], rtol=1e-12)
+    for buffer in (host, there):  # padding undoes no update
+        buffer.update_priority(torch.tensor([0, -1], device=buffer.storage.device), torch.tensor([9.0, 1.0]))
+    np.testing.assert_allclose(there.sampler.state()["weights"], host.sampler.state()["weights"], rtol=1e-12)
     there.update_priority(index, 3.0)
     before = there.sampler.state()["weights"]
     there.update_priority(torch.tensor([0, 1, -1, 45], device=device), torch.tensor([-1.0, torch.nan, 1.0, 1.0]))
