@@ -7,7 +7,7 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,12 @@ __all__ = ["ReplayBuffer"]
 _Sample = tuple[Any, dict[str, Any]]  # the batch, and its info
 Relabel = Callable[[BufferView, SampleIndices, RandomSource], SampleIndices]
 _FIXED = ("storage", "sampler", "generator")  # cannot be replaced, since they depend on each other
+
+
+def _in_turn(functions: Iterable[Callable[[Any], Any]], batch: Any) -> Any:
+    for function in functions:
+        batch = function(batch)
+    return batch
 
 
 class ReplayBuffer(FramesByIndex):
@@ -347,7 +353,8 @@ class ReplayBuffer(FramesByIndex):
     def __reduce__(self) -> Any:
         if self._shared:
             options: dict[str, Any] = {"sampler": self.sampler, "batch_size": self.batch_size}
-            options |= {} if self.sample_transform is None else {"sample_transform": self.sample_transform}
+            if functions := [each for each in (self.collate_fn, self.sample_transform) if each is not None]:
+                options["sample_transform"] = partial(_in_turn, functions)
             return partial(ReplayReader, **options), (self.storage.scratch_dir,)
         raise TypeError(f"{self!r} cannot be copied or pickled: dumps(path) writes it, loads(path) of another reads it")
 

@@ -1,5 +1,6 @@
 """Samples are transformed where they are made, and values are written back to frames that are still there."""
 
+import operator
 import pickle
 import threading
 
@@ -76,6 +77,8 @@ def test_readers_transform_too(tmp_path):
     buffer = filled(numbers(10), storage, batch_size=4, shared=True, sample_transform=doubled)
     sample = pickle.loads(pickle.dumps(buffer)).sample()
     assert (sample["y"] == 2 * sample["x"]).all()
+    buffer.collate_fn, buffer.sample_transform = operator.itemgetter("x"), operator.invert
+    assert (pickle.loads(pickle.dumps(buffer)).sample() < 0).all()
 
 
 def frames(count):
