@@ -135,6 +135,8 @@ def test_priorities_are_written_with_the_values():
     buffer.extend(numbers(2))
     assert buffer.update(index, {"td_error": torch.arange(8.0) + 2, "x": index + 10}) == 2
     assert buffer.sampler.state()["weights"].tolist() == [1.0, 1.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
+    with pytest.raises(ValueError, match="expected finite numbers of at least 0"):
+        buffer.update(torch.arange(8), {"td_error": -torch.ones(8), "x": torch.zeros(8).long()})
     assert buffer[:]["x"].tolist() == [0, 1, 12, 13, 14, 15, 16, 17]
 
 
