@@ -108,7 +108,7 @@ class ReplayBuffer(FramesByIndex):
         check_count("prefetch", prefetch := 0 if prefetch is None else prefetch)
         self._lock = threading.RLock()
         self._ahead: deque[tuple[SampleIndices, Future[_Sample | None]]] = deque()  # drawn, and read ahead
-        self._kind_ahead = 0, 0  # their batch size, and the storage's number of edits when they were drawn
+        self._kind_ahead: Any = None  # their batch size, the storage's edits and the sampler's settings then
         self._prefetch, self._pool = prefetch, ThreadPoolExecutor(prefetch, "funcollect-replay") if prefetch else None
         self.storage.lock, self.storage.end = self._lock, 0
         self._iterator: Iterator[Any] | None = None  # of `next`
@@ -203,7 +203,7 @@ class ReplayBuffer(FramesByIndex):
         """Wait for the oldest prepared sample that is still up to date; threads prepare others meanwhile."""
         while True:
             with self._lock:
-                if (kind := (batch_size, self.storage.edits)) != self._kind_ahead:
+                if (kind := (batch_size, self.storage.edits, self.sampler.settings)) != self._kind_ahead:
                     self._discard_prefetched()
                     self._kind_ahead = kind
                 while len(self._ahead) <= self._prefetch and not (self._ahead and self.sampler.ran_out(batch_size)):

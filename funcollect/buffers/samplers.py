@@ -130,6 +130,11 @@ class PrioritizedSampler(RandomSampler):
             weight = sums.xp.where(most > 0, most, self._weights(sums.xp.ones_like(weight)))
         sums.put(stored, weight)
 
+    @property
+    @override
+    def settings(self) -> tuple[Any, ...]:
+        return float(self.alpha), float(self.beta)
+
     @override
     def state(self) -> Arrays:
         exponents = np.array([float(self.alpha), float(self.beta)])
@@ -350,6 +355,11 @@ class RecentSampler(RandomSampler):
         if self.once:
             self._used[slots] = False
             self._left = None if self._left is None else np.concatenate([slots, self._left])
+
+    @property
+    @override
+    def settings(self) -> tuple[Any, ...]:
+        return self.max_age, self.policy_version
 
     @override
     def state(self) -> Arrays:

@@ -114,6 +114,10 @@ def test_samples_made_ahead_know_the_new_priorities():
     memory.sample(5)
     memory.update_priority(torch.arange(9), torch.eye(9)[4])
     assert memory.sample(5).tolist() == [4] * 5
+    memory.update_priority(torch.arange(9), torch.arange(9) + 1.0)
+    assert memory.sample(50, return_info=True)[1]["priority_weight"].min() < 1
+    memory.sampler.beta = 0.0
+    assert memory.sample(50, return_info=True)[1]["priority_weight"].min() == 1
 
 
 BAD = {  # by the messages
