@@ -116,7 +116,13 @@ def _as_collected(batch: TensorDictBase) -> TensorDictBase:
 
 
 def _part(frames: TensorDictBase, env: Any, seed: int | None, lanes: int) -> EpisodeRows:
-    columns = {path: leaf.detach().numpy() for path, leaf in flatten(frames).items()}
+    leaves = flatten(frames)
+    if env is not ...:  # a policy's other outputs are not written
+        known = {path for path in leaves if path[0] in ("action", "collector", "next") or ("next", *path) in leaves}
+        leaves = {path: leaf for path, leaf in leaves.items() if path in known}
+    if wide := {".".join(path): leaf.dtype for path, leaf in leaves.items() if leaf.dtype == torch.bfloat16}:
+        raise TypeError(f"batches have {wide}, expected dtypes of NumPy: leave them out, or convert them with .float()")
+    columns = {path: leaf.detach().numpy() for path, leaf in leaves.items()}
     ends = columns[DONE][:, 0].nonzero()[0] + 1
     part = EpisodeRows(columns, np.diff(ends, prepend=0), ends, [None] * len(ends))
     if env is not ... and env.action_spec.one_hot:
