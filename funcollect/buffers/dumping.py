@@ -126,19 +126,25 @@ def load(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
     for name, ours in json.loads(json.dumps(_kind(memory, sampler))).items():  # JSON has lists for tuples
         if meta.get(name) != ours:
             raise ValueError(f"{name} of the dump is {meta.get(name)}, of this buffer {ours}: build the buffer like it")
-    try:
+    drawn, before = sampler.state(), None if generator is None else generator.get_state()
+    try:  # the frames last: if anything fails, all is as it was
         memory.written, memory.dumped = meta["written"], (meta["name"], memory.storage.edits)
         (lanes, memory.since), memory.by_lane = meta["lanes"], meta.get("by_lane", False)
         memory.counted = meta.get("counted", 0)
         memory.lanes = None if lanes is None else tuple(lanes)
         arrays = read_arrays(found / _ARRAYS)
-        memory.storage.load(memory.numbers, Dumped(found, meta["frames"]), allow_pickle)
+        if generator is not None and "generator" in arrays:
+            generator.set_state(torch.from_numpy(arrays["generator"]))
         for name, part in _parts(memory, sampler):
             prefix = f"{name}."
             part.load({key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)})
-        if generator is not None and "generator" in arrays:
-            generator.set_state(torch.from_numpy(arrays["generator"]))
-    except (OSError, EOFError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        memory.storage.load(memory.numbers, Dumped(found, meta["frames"]), allow_pickle)
+    except BaseException as error:
+        sampler.load(drawn)
+        if generator is not None and before is not None:
+            generator.set_state(before)
+        if not isinstance(error, (OSError, EOFError, LookupError, TypeError, AttributeError, RuntimeError)):
+            raise
         raise ValueError(f"{found} cannot be read ({error!r}): the dump is damaged, or too large here") from error
 
 

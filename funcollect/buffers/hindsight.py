@@ -19,7 +19,7 @@ from funcollect.buffers.replay import ReplayBuffer
 from funcollect.buffers.samplers import SliceSampler
 from funcollect.buffers.trajectory_index import Trajectories
 from funcollect.messages import kind_of
-from funcollect.trajectories.split import readable
+from funcollect.trajectories.split import assign, check_single_steps, readable
 from funcollect.tree import key_of
 
 __all__ = ["hindsight"]
@@ -91,13 +91,15 @@ class _Relabelled(WiderIndices):
     def finish(self, batch: Any) -> Any:
         if not isinstance(batch, TensorDictBase):
             raise TypeError(f"the frames are {kind_of(batch)}, which have no goals: store TensorDicts")
+        check_single_steps(batch)
         held, needed = batch.keys(True, True), [(_GOAL,), ("next", _GOAL), ("next", _ACHIEVED), ("next", "reward")]
         if missing := [readable(path) for path in needed if key_of(path) not in held]:
             what = f"the frames have no {missing}, they have {sorted(map(str, held))}"
             raise ValueError(f"{what}: collect from an environment whose observations are dicts with goals")
         rows, count = torch.from_numpy(self.rows).to(batch.device), len(self.of.slots)
         frames, goals = self.of.finish(batch[:count]), batch["next", _ACHIEVED][count:]
-        frames[_GOAL][rows] = frames["next", _GOAL][rows] = goals.to(frames[_GOAL].dtype)
+        for goal in (frames[_GOAL], frames["next", _GOAL]):
+            assign(goal, rows, goals.to(goal.dtype))
         changed, rewards = frames[rows], frames["next", "reward"]
         new = torch.as_tensor(self.reward(changed["next", _ACHIEVED], changed[_GOAL], changed))
         if new.numel() != len(rows) * rewards[:1].numel():

@@ -154,6 +154,11 @@ class Sampler(Protocol):
         """Reset after the buffer was emptied."""
         self.load({})
 
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """The settings of samples that may be changed at any time."""
+        return ()
+
     def state(self) -> Arrays:
         """The sampler's state, as arrays by name."""
         return {}

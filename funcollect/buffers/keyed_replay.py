@@ -108,6 +108,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if not isinstance(self.sampler, PrioritizedSampler) or self.priority_key not in others:
             return super().update(index, values, written)
         priority = self._reduced(torch.as_tensor(others.pop(self.priority_key)), math.prod(np.shape(index)))
+        check_priorities(priority.numpy(force=True))  # before any value is written
         written = self.written_at(index) if written is None else written
         with self._lock:
             gone = super().update(index, others, written)

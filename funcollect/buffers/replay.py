@@ -7,7 +7,7 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,12 @@ __all__ = ["ReplayBuffer"]
 _Sample = tuple[Any, dict[str, Any]]  # the batch, and its info
 Relabel = Callable[[BufferView, SampleIndices, RandomSource], SampleIndices]
 _FIXED = ("storage", "sampler", "generator")  # cannot be replaced, since they depend on each other
+
+
+def _in_turn(functions: Iterable[Callable[[Any], Any]], batch: Any) -> Any:
+    for function in functions:
+        batch = function(batch)
+    return batch
 
 
 class ReplayBuffer(FramesByIndex):
@@ -102,7 +108,7 @@ class ReplayBuffer(FramesByIndex):
         check_count("prefetch", prefetch := 0 if prefetch is None else prefetch)
         self._lock = threading.RLock()
         self._ahead: deque[tuple[SampleIndices, Future[_Sample | None]]] = deque()  # drawn, and read ahead
-        self._kind_ahead = 0, 0  # their batch size, and the storage's number of edits when they were drawn
+        self._kind_ahead: Any = None  # their batch size, the storage's edits and the sampler's settings then
         self._prefetch, self._pool = prefetch, ThreadPoolExecutor(prefetch, "funcollect-replay") if prefetch else None
         self.storage.lock, self.storage.end = self._lock, 0
         self._iterator: Iterator[Any] | None = None  # of `next`
@@ -197,7 +203,7 @@ class ReplayBuffer(FramesByIndex):
         """Wait for the oldest prepared sample that is still up to date; threads prepare others meanwhile."""
         while True:
             with self._lock:
-                if (kind := (batch_size, self.storage.edits)) != self._kind_ahead:
+                if (kind := (batch_size, self.storage.edits, self.sampler.settings)) != self._kind_ahead:
                     self._discard_prefetched()
                     self._kind_ahead = kind
                 while len(self._ahead) <= self._prefetch and not (self._ahead and self.sampler.ran_out(batch_size)):
@@ -347,7 +353,8 @@ class ReplayBuffer(FramesByIndex):
     def __reduce__(self) -> Any:
         if self._shared:
             options: dict[str, Any] = {"sampler": self.sampler, "batch_size": self.batch_size}
-            options |= {} if self.sample_transform is None else {"sample_transform": self.sample_transform}
+            if functions := [each for each in (self.collate_fn, self.sample_transform) if each is not None]:
+                options["sample_transform"] = partial(_in_turn, functions)
             return partial(ReplayReader, **options), (self.storage.scratch_dir,)
         raise TypeError(f"{self!r} cannot be copied or pickled: dumps(path) writes it, loads(path) of another reads it")
 

@@ -24,7 +24,7 @@ from funcollect.buffers import Ints
 from funcollect.buffers.indices import Flat, SampleSpec, Slices, from_key
 from funcollect.buffers.storages.row_storages import LazyTensorStorage
 from funcollect.buffers.storages.storage import ListStorage, Storage
-from funcollect.buffers.trajectory_index import Trajectories, TrajectoryIndex
+from funcollect.buffers.trajectory_index import Segments, Trajectories, TrajectoryIndex
 from funcollect.errors import StaleStateError
 from funcollect.files import Uninterrupted
 from funcollect.keys import Key
@@ -71,8 +71,16 @@ class RingMemory:
         index, count, numbers = TrajectoryIndex(self.capacity), len(self), self.numbers
         if count:
             columns = self.storage.numbers(np.arange(numbers.start, numbers.stop) % self.capacity)
-            index.extend(trajectories.segments(columns, (count,), numbers.start, by_lane=False))
+            segments = trajectories.segments(columns, (count,), numbers.start, by_lane=False)
+            if (width := math.prod(self.lanes or ())) > 1 and numbers.start >= self.since:
+                segments = self._apart(segments, self.since, width)
+            index.extend(segments)
         self.trajectories, self._index, self.storage.linked = trajectories, index, True
+
+    def _apart(self, segments: Segments, start: int, width: int) -> Segments:
+        """The segments of frames from number `start` on, of so many lanes, which may have equal ids."""
+        self.by_lane = self.by_lane or segments.share_ids(start, width)
+        return segments.by_lane(start, width) if self.by_lane else segments
 
     def extend(self, data: Any) -> Ints:
         """Write a batch ``[*B, T]``, see `extend`; returns the slots. The caller must prevent interruptions."""
@@ -90,8 +98,7 @@ class RingMemory:
                 raise TypeError(f"{what}: extend with one, or sample with a RandomSampler")
             segments = self.trajectories.segments(batch.leaves, batch.lead, start)
             if (width := count // steps) > 1:
-                self.by_lane = self.by_lane or segments.share_ids(start, width)
-                segments = segments.by_lane(start, width) if self.by_lane else segments
+                segments = self._apart(segments, start, width)
         self.storage.write(batch, start)
         self.written += count
         if self.lanes != lanes and count:

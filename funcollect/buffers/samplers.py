@@ -130,6 +130,11 @@ class PrioritizedSampler(RandomSampler):
             weight = sums.xp.where(most > 0, most, self._weights(sums.xp.ones_like(weight)))
         sums.put(stored, weight)
 
+    @property
+    @override
+    def settings(self) -> tuple[Any, ...]:
+        return float(self.alpha), float(self.beta)
+
     @override
     def state(self) -> Arrays:
         exponents = np.array([float(self.alpha), float(self.beta)])
@@ -186,8 +191,7 @@ class PrioritizedSampler(RandomSampler):
         kept = (slots >= 0) & (slots < len(memory)) & (values >= 0) & (values <= _LARGEST)
         kept &= (memory.written - 1 - slots) % memory.capacity >= after
         kept &= after < memory.written
-        slots = slots.clamp(0, self.max_capacity - 1)
-        sums.put(slots, torch.where(kept, self._weights(values), sums.get(slots)))
+        sums.put(torch.where(kept, slots, self.max_capacity), self._weights(values))
         self._highest = torch.cat([self._highest, torch.where(kept, values, 0.0)]).amax(0, keepdim=True)
 
     def _weights(self, priority: Any) -> Any:
@@ -351,6 +355,11 @@ class RecentSampler(RandomSampler):
         if self.once:
             self._used[slots] = False
             self._left = None if self._left is None else np.concatenate([slots, self._left])
+
+    @property
+    @override
+    def settings(self) -> tuple[Any, ...]:
+        return self.max_age, self.policy_version
 
     @override
     def state(self) -> Arrays:

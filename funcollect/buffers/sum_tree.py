@@ -117,7 +117,8 @@ class DeviceSums:
     total = math.inf  # not known on the host
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        self.weights = torch.zeros(capacity, dtype=torch.float64, device=device)
+        self._all = torch.zeros(capacity + 1, dtype=torch.float64, device=device)  # the last is of no slot
+        self.weights = self._all[:capacity]
         self._upto: Tensor | None = None  # the running sums, until a weight changes
 
     def moved(self, array: Any) -> Tensor:
@@ -126,8 +127,8 @@ class DeviceSums:
         return here.to(self.weights.device, non_blocking=True)
 
     def put(self, slots: Any, weights: Any) -> None:
-        """Set the weights of slots, one each or one for all."""
-        self.weights[self.moved(slots)], self._upto = self.moved(weights), None
+        """Set the weights of slots, one each or one for all. What is given for the slot `capacity` is ignored."""
+        self._all[self.moved(slots)], self._upto = self.moved(weights), None
 
     def get(self, slots: Tensor) -> Tensor:
         """The weights of slots."""

@@ -23,7 +23,7 @@ from funcollect.keys import key_from_seed
 from funcollect.messages import shown
 from funcollect.protocols import is_env
 from funcollect.trajectories.next_observations import next_observations
-from funcollect.trajectories.split import LANE, TRAJECTORY_IDS, require
+from funcollect.trajectories.split import CUT, LANE, MASK, TRAJECTORY_IDS, check_single_steps, optional, require
 from funcollect.trajectories.whole_trajectories import PendingTrajectories
 from funcollect.tree import Path, flatten, to_batch
 
@@ -77,10 +77,10 @@ def parts_of(
         seed, run = batches.seed if seed is None else seed, getattr(batches, "run", None)
         lanes = getattr(batches, "lanes", lanes) if run is None else run.total_lanes
     seed = seed if getattr(env, "seeding", None) == "episode" else None
-    return (_part(joined, env, seed, lanes) for joined in _joined(batches, frames))
+    return (_part(joined, env, seed, lanes) for joined in _joined(batches, frames, env is not ...))
 
 
-def _joined(batches: Iterable[TensorDictBase], frames: int) -> Iterator[TensorDictBase]:
+def _joined(batches: Iterable[TensorDictBase], frames: int, single_steps: bool) -> Iterator[TensorDictBase]:
     pending: dict[int, PendingTrajectories] = {}  # by the first lane: each asynchronous worker has lanes of its own
     held: list[TensorDictBase] = []
     split = (
@@ -90,9 +90,11 @@ def _joined(batches: Iterable[TensorDictBase], frames: int) -> Iterator[TensorDi
     )
     for batch in batches:
         check_kind("batches", batch, TensorDictBase, "pass a collector, or the batches of rollouts")
+        if single_steps:
+            check_single_steps(batch)
         for rows in split(batch):
             source = int(require(rows, LANE, tail=()).reshape(-1)[0])
-            added = pending.get(source, PendingTrajectories()).add(rows.clone())  # the memory of a batch may be lent
+            added = pending.get(source, PendingTrajectories()).add(_as_collected(rows))
             whole, pending[source] = added.take_whole()
             held += (next_observations(part).cpu() for part in whole)
         nbytes = sum(leaf.nbytes for part in held for leaf in flatten(part).values())
@@ -103,8 +105,24 @@ def _joined(batches: Iterable[TensorDictBase], frames: int) -> Iterator[TensorDi
         yield torch.cat(held)
 
 
+def _as_collected(batch: TensorDictBase) -> TensorDictBase:
+    """A copy, since its memory may be lent, without padding, in which `set_truncated` ended no trajectory."""
+    rows = batch.clone().unlock_()
+    if (cut := optional(rows, CUT, tail=())) is not None:
+        for path in (TRUNCATED, DONE):
+            rows[path] &= ~cut[..., None]
+    mask = optional(rows, MASK, tail=())
+    return rows if mask is None else rows[mask]
+
+
 def _part(frames: TensorDictBase, env: Any, seed: int | None, lanes: int) -> EpisodeRows:
-    columns = {path: leaf.detach().numpy() for path, leaf in flatten(frames).items()}
+    leaves = flatten(frames)
+    if env is not ...:  # a policy's other outputs are not written
+        known = {path for path in leaves if path[0] in ("action", "collector", "next") or ("next", *path) in leaves}
+        leaves = {path: leaf for path, leaf in leaves.items() if path in known}
+    if wide := {".".join(path): leaf.dtype for path, leaf in leaves.items() if leaf.dtype == torch.bfloat16}:
+        raise TypeError(f"batches have {wide}, expected dtypes of NumPy: leave them out, or convert them with .float()")
+    columns = {path: leaf.detach().numpy() for path, leaf in leaves.items()}
     ends = columns[DONE][:, 0].nonzero()[0] + 1
     part = EpisodeRows(columns, np.diff(ends, prepend=0), ends, [None] * len(ends))
     if env is not ... and env.action_spec.one_hot:

@@ -23,7 +23,8 @@ def agents_as_rows(batch: TensorDictBase, group: str) -> TensorDict:
     the root from then on, and such frames are ignored. An agent that is there when its lane's episode ends is
     truncated. Each agent has trajectory ids and a lane of its own; shared leaves, such as ``state``, are repeated.
 
-    Leaves are views, except for ids, lanes and flags. Raises ValueError for a batch without that group.
+    Leaves are views, except for ids, lanes and flags. Raises ValueError for a batch without that group, and for
+    sums of rewards.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("pettingzoo/mpe/simple_tag_v3", num_envs=2)
@@ -34,6 +35,8 @@ def agents_as_rows(batch: TensorDictBase, group: str) -> TensorDict:
     (torch.Size([2, 3, 8]), torch.Size([2, 3, 8, 16]))
     """
     check_kind("batch", batch, TensorDictBase, "pass the batch of a rollout")
+    split.check_single_steps(batch)
+    batch = next_observations(batch)
     rewards = flatten(batch.get("next", {}))
     if (group, "reward") not in rewards:
         keys = [path[0] for path in rewards if path[1:] == ("reward",)]
@@ -53,6 +56,8 @@ def agents_as_rows(batch: TensorDictBase, group: str) -> TensorDict:
     for path, leaf in flatten(batch["collector"], ("collector",)).items():
         leaves[path] = shared(leaf) * n + agent if path[1:] in (("traj_ids",), ("lane",)) else shared(leaf)
     cut = shared(batch["next", "done"]) & ~leaves["next", "done"]
+    if split.CUT in leaves:  # of agents that would go on
+        leaves[split.CUT] = leaves[split.CUT] & cut[..., 0]
     for name in ("truncated", "done"):
         leaves["next", name] = leaves["next", name] | cut
     size = (*batch.batch_size[:time], n, batch.batch_size[time])
@@ -116,7 +121,7 @@ class _Turns:
         ids, step = (split.require(batch, key, tail=()) for key in (split.TRAJECTORY_IDS, split.STEP))
         self.done = split.ends_of(batch)
         self.last = self.done.clone()  # whether a frame is the last of its trajectory here
-        self.last[..., :-1] |= ids[..., 1:] != ids[..., :-1]
+        self.last[..., :-1] |= (ids[..., 1:] != ids[..., :-1]) | split.breaks(batch)
         self.last[..., -1] = True
         self.time = torch.arange(ids.shape[-1], device=ids.device)
         begins = torch.ones_like(self.last)

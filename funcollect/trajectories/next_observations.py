@@ -57,6 +57,10 @@ def next_observations(batch: TensorDictBase) -> TensorDictBase:
         if mask is not None:
             assign(following, ~mask, leaf.new_zeros((), device=following.device))
         result.set(("next", *path), following)
+    for *group, name in final.leaves:  # of agents, whose `done` goes by what they observe
+        node = result["next", *group]
+        if name == "truncated" and batch.get((*group, "done"), None) is not None and node.get("done", None) is None:
+            node.set("done", node["terminated"] | node["truncated"])
     return result
 
 

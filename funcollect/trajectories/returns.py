@@ -108,6 +108,8 @@ def _tensors_of(batch: TensorDictBase, values: Mapping[str, Any]) -> dict[str, T
         leaf = (split.require if name in _NEEDED else split.optional)(batch, path, tail=_TAILS.get(name, (1,)))
         if leaf is not None:
             columns[name] = leaf if leaf.ndim > batch.batch_dims else leaf[..., None]
+    columns["done"] = columns["done"].clone()
+    columns["done"][..., :-1, :] |= split.breaks(batch)[..., None]
     for name, leaf in values.items():
         _check_type(name, leaf, isinstance(leaf, Tensor), "a tensor, as the batch has")
         _check_values(name, leaf, leaf.is_floating_point(), columns["reward"].shape)
@@ -197,20 +199,22 @@ class MultiStep:
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """The n-step batch of a batch ``[*B, T]``, which is not changed.
 
-        ValueError if it has no frames, no ``next.reward`` or no ``next.done``, frames out of order, or rewards that are
-        sums already.
+        ValueError if it has no frames, no ``next.reward`` or no ``next.done``, frames out of order, rewards that are
+        sums already, or rewards of groups of agents.
         """
         split.check_order(batch)
         split.check_single_steps(batch)
+        paths = flatten(batch.get("next", {}))
+        if groups := [name for name, *rest in paths if rest == ["reward"] and (name, "done") in paths]:
+            what = f"the batch has rewards of the groups {groups}, which are not summed, expected those of one agent"
+            raise ValueError(f"{what}: call agents_as_rows(batch, group) first")
         batch = next_observations(batch)  # a compact batch lacks those that the result takes from later frames
         if not batch.shape[-1]:
             raise ValueError(f"the batch {list(batch.shape)} has no frames, expected [*B, T] with T of at least 1")
         steps = self._steps(batch)
         time = batch.batch_dims - 1
         last = torch.arange(batch.shape[-1], device=steps.device) + steps - 1
-        following = batch.get("next").apply(
-            lambda leaf: torch.take_along_dim(leaf, last.reshape(*last.shape, *[1] * (leaf.ndim - last.ndim)), time)
-        )
+        following = batch.get("next").apply(lambda leaf: split.taken_along(leaf, last, time))
         reward = split.require(batch, ("next", "reward"), tail=None)
         following.set("reward", self._sum(reward, steps, time))
         result = batch.clone(False).unlock_()
@@ -226,7 +230,7 @@ class MultiStep:
         for key in (split.TRAJECTORY_IDS, ("episode",), split.MASK):
             if (leaf := split.optional(batch, key, tail=())) is not None:
                 ends[..., :-1] |= leaf[..., 1:] != leaf[..., :-1]
-        ends[..., :-1] |= split.steps_back(batch)
+        ends[..., :-1] |= split.breaks(batch)
         ends[..., -1] = True
         length = ends.shape[-1]
         time = torch.arange(length, device=ends.device)
@@ -312,10 +316,11 @@ def _returns(frames: CountedFrames, opened: Mapping[int, tuple[int, Tensor]], ga
     values = frames.rewards.clone()
     if not len(values):
         return values
-    ids = frames.traj_ids
-    goes_on = torch.cat([ids.new_zeros(1, dtype=torch.bool), ids[1:] == ids[:-1]])
+    ids, steps = frames.traj_ids, frames.steps
+    goes_on = torch.zeros_like(ids, dtype=torch.bool)
+    goes_on[1:] = (ids[1:] == ids[:-1]) & (steps[1:] > steps[:-1])  # of joined runs, ids may be equal
     for row in (~goes_on).nonzero()[:, 0].tolist():
-        if (so_far := opened.get(int(ids[row]))) is not None:
+        if steps[row] > 0 and (so_far := opened.get(int(ids[row]))) is not None:
             values[row] += gamma * so_far[1]
     sums: Tensor = _discounted_sums(torch, values.flip(0), (gamma * goes_on.double()[:, None]).flip(0))
     return sums.flip(0)

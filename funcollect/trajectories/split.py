@@ -151,6 +151,15 @@ def assign(leaf: Tensor, index: Any, values: Tensor) -> None:
     leaf[index] = values
 
 
+def taken_along(leaf: Tensor, index: Tensor, dim: int) -> Tensor:
+    """`torch.take_along_dim` along a dimension, also for such dtypes; `index` is ``[*B, T]``."""
+    index = index.reshape(*index.shape, *[1] * (leaf.ndim - index.ndim))
+    signed = ASSIGNABLE.get(leaf.dtype)
+    if signed is None:
+        return torch.take_along_dim(leaf, index, dim)
+    return torch.take_along_dim(leaf.view(signed), index, dim).view(leaf.dtype)
+
+
 def _begins(batch: TensorDictBase, ids_key: Path | None, done_path: Path) -> Tensor:
     """Whether each frame is the first of its trajectory: ``[*B, T]`` bool."""
     ids = None if ids_key is None else require(batch, ids_key, tail=())
@@ -198,6 +207,12 @@ def steps_back(batch: TensorDictBase) -> Tensor:
     back = step[..., 1:] <= step[..., :-1]
     finished = optional(batch, "done", tail=(1,))  # the counter of a finished lane does not increase
     return back if finished is None else back & ~finished[..., 1:, 0]
+
+
+def breaks(batch: TensorDictBase) -> Tensor:
+    """Whether the next frame begins a slice of a buffer, or another of several joined runs: ``[*B, T - 1]`` bool."""
+    back, starts = steps_back(batch), optional(batch, IS_FIRST, tail=())
+    return back if starts is None else back | starts[..., 1:]
 
 
 def check_order(batch: TensorDictBase) -> None:

@@ -160,6 +160,30 @@ def test_a_second_call_replaces_the_first_and_readers_draw_no_goals(tmp_path):
     assert {*buffer.sample()["desired_goal"][:, 0].tolist()} == {2.0, 8.0, 10.0, 15.0}
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_lanes_with_equal_ids_are_told_apart(before):
+    lanes = torch.stack([frames(), frames()])
+    lanes["next", "achieved_goal"][1] += 100
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(40, ndim=2), batch_size=300)
+    for step in (lambda: fc.hindsight(buffer, reward=reward), lambda: buffer.extend(lanes))[:: 1 if before else -1]:
+        step()
+    sample = buffer.sample()
+    new = sample["desired_goal"] != -5
+    assert new.any()
+    assert (((sample["desired_goal"] >= 100) == (sample["next", "achieved_goal"] >= 100)) | ~new).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64])
+def test_goals_and_n_step_frames_of_wide_unsigned_integers(dtype):
+    batch = frames()
+    wide = batch.clone()
+    for key in ("achieved_goal", "desired_goal"):
+        wide[key], wide["next", key] = (leaf.abs().to(dtype) for leaf in (batch[key], batch["next", key]))
+    assert drawn(wide, reward=lambda achieved, goal, rows: torch.zeros(len(goal)))["desired_goal"].dtype == dtype
+    one, two = (fc.MultiStep(0.9, 3)(each)["next", "achieved_goal"].float() for each in (batch, wide))
+    assert torch.equal(one, two)
+
+
 def drawn(batch=None, sampler=None, reward=reward, **options):
     buffer = filled(frames() if batch is None else batch, 30, sampler, batch_size=9, **options)
     return fc.hindsight(buffer, reward=reward).sample()
@@ -169,6 +193,7 @@ BAD = {
     "expected one of single frames with their own rewards": lambda: drawn(sampler=fc.SliceSampler(slice_len=3)),
     "single frames with their own": lambda: drawn(sampler=fc.MultiStepSampler(n_steps=2, gamma=0.9)),
     "frames have no .*desired_goal.*, they have": lambda: drawn(frames().exclude("desired_goal")),
+    "take the batch before MultiStep": lambda: drawn(fc.MultiStep(gamma=1.0, n_steps=2)(frames())),
     r"reward returned shape \[\] for": lambda: drawn(reward=lambda achieved, goal, rows: 1.0),
     "has no collector.traj_ids or episode": lambda: drawn(frames().exclude("collector", ("next", "done"))),
     "the frames are dict, which have no goals": lambda: drawn({"episode": torch.zeros(9)}),

@@ -114,6 +114,10 @@ def test_samples_made_ahead_know_the_new_priorities():
     memory.sample(5)
     memory.update_priority(torch.arange(9), torch.eye(9)[4])
     assert memory.sample(5).tolist() == [4] * 5
+    memory.update_priority(torch.arange(9), torch.arange(9) + 1.0)
+    assert memory.sample(50, return_info=True)[1]["priority_weight"].min() < 1
+    memory.sampler.beta = 0.0
+    assert memory.sample(50, return_info=True)[1]["priority_weight"].min() == 1
 
 
 BAD = {  # by the messages
@@ -341,6 +345,9 @@ def test_priorities_on_a_device_are_those_of_the_host(within, device, tmp_path):
         host.update_priority(info["index"], priority)
         there.update_priority(other["index"], priority.to(device))
         np.testing.assert_allclose(there.sampler.state()["weights"], host.sampler.state()["weights"], rtol=1e-12)
+    for buffer in (host, there):  # padding undoes no update
+        buffer.update_priority(torch.tensor([0, -1], device=buffer.storage.device), torch.tensor([9.0, 1.0]))
+    np.testing.assert_allclose(there.sampler.state()["weights"], host.sampler.state()["weights"], rtol=1e-12)
     there.update_priority(index, 3.0)
     before = there.sampler.state()["weights"]
     there.update_priority(torch.tensor([0, 1, -1, 45], device=device), torch.tensor([-1.0, torch.nan, 1.0, 1.0]))

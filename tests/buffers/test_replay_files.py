@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -18,6 +19,7 @@ import funcollect as fc
 from funcollect import files
 from funcollect.buffers import dumping
 from tests.buffers.conftest import filled, numbers
+from tests.support.compare import assert_same
 from tests.support.frames import SAMPLERS, STACK, batches, check_alike, check_uses, extend, made
 from tests.support.running import pairwise
 
@@ -57,6 +59,27 @@ def test_a_file_is_opened_again_where_it_lay(tmp_path):
     again = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(50, scratch_dir=tmp_path / "rows"))
     again.loads(tmp_path / "dump")
     assert again[:]["x"].tolist() == [*range(18)]
+
+
+@pytest.mark.parametrize("damaged", ["generator", "frames"])
+def test_a_damaged_dump_leaves_a_buffer_as_it_was(damaged, tmp_path):
+    def made(count):
+        generator, sampler = torch.Generator().manual_seed(count), fc.PrioritizedSampler(20, 1.0, 1.0)
+        buffer = filled(numbers(count), 20, sampler, generator=generator, batch_size=12)
+        buffer.update_priority(torch.arange(count), torch.arange(count) + 1.0)
+        return buffer
+
+    made(4).dumps(tmp_path)
+    if damaged == "frames":
+        (tmp_path / "v0" / "rows-0.bin").write_bytes(b"short")
+    else:
+        with np.load(tmp_path / "v0" / "arrays.npz") as arrays:
+            np.savez(tmp_path / "v0" / "arrays.npz", **{**arrays, "generator": arrays["generator"][:9]})
+    buffer = made(9)
+    with pytest.raises(ValueError, match="the dump is damaged"):
+        buffer.loads(tmp_path)
+    assert_same(buffer.sample(), made(9).sample())
+    assert_same(buffer[:], numbers(9))
 
 
 def test_a_damaged_dump_leaves_the_file_of_a_storage_as_it_was(tmp_path):

@@ -1,5 +1,6 @@
 """Samples are transformed where they are made, and values are written back to frames that are still there."""
 
+import operator
 import pickle
 import threading
 
@@ -76,6 +77,10 @@ def test_readers_transform_too(tmp_path):
     buffer = filled(numbers(10), storage, batch_size=4, shared=True, sample_transform=doubled)
     sample = pickle.loads(pickle.dumps(buffer)).sample()
     assert (sample["y"] == 2 * sample["x"]).all()
+    buffer.collate_fn, buffer.sample_transform = operator.itemgetter("x"), operator.invert
+    sample = pickle.loads(pickle.dumps(buffer)).sample()
+    assert isinstance(sample, torch.Tensor)
+    assert (sample < 0).all()
 
 
 def frames(count):
@@ -132,6 +137,8 @@ def test_priorities_are_written_with_the_values():
     buffer.extend(numbers(2))
     assert buffer.update(index, {"td_error": torch.arange(8.0) + 2, "x": index + 10}) == 2
     assert buffer.sampler.state()["weights"].tolist() == [1.0, 1.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
+    with pytest.raises(ValueError, match="expected finite numbers of at least 0"):
+        buffer.update(torch.arange(8), {"td_error": -torch.ones(8), "x": torch.zeros(8).long()})
     assert buffer[:]["x"].tolist() == [0, 1, 12, 13, 14, 15, 16, 17]
 
 

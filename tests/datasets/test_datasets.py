@@ -120,6 +120,25 @@ def test_a_table_of_hugging_face_has_every_leaf(tmp_path):
         from_hf(saved.remove_columns("action"))
 
 
+@pytest.mark.parametrize("options", [{"set_truncated": True}, {"split_trajs": True}])
+@pytest.mark.parametrize("compact", [False, True])
+def test_marks_that_a_collector_adds_change_no_episode(options, compact, tmp_path):
+    env = make("box")
+    wanted, got = (from_hf(to_hf(collected(env, 7, **each))) for each in ({}, options | {"compact_obs": compact}))
+    drop = "action_log_prob", "collector"
+    assert_same(*(episodes([torch.cat([*each]).exclude(*drop)]) for each in (wanted, got)))
+    with pytest.raises(ValueError, match="take the batch before MultiStep"):
+        write_minari(tmp_path, collected(env, 7, postproc=fc.MultiStep(gamma=1.0, n_steps=2)), env=env)
+
+
+def test_bfloat16_of_a_policy_is_left_out_or_named(tmp_path):
+    env = make("box")
+    batches = [batch.clone().set("hidden", torch.zeros(3, 20, 2).bfloat16()) for batch in collected(env, 20)]
+    assert write_minari(tmp_path, batches, env=env)
+    with pytest.raises(TypeError, match=r"'hidden': torch.bfloat16.*: leave them out"):
+        to_hf(batches)
+
+
 @pytest.mark.parametrize("kind", [fc.SyncDataCollector, fc.MultiSyncDataCollector])
 def test_minari_reads_spaces_infos_and_seeds_that_give_the_episodes_again(kind, tmp_path):
     env = fc.make_env("Pendulum-v1", num_envs=2, max_episode_steps=9)

@@ -227,6 +227,32 @@ def test_agents_as_lanes_of_their_own(done):
     torch.testing.assert_close(log_prob[present], rows["action_log_prob"][present])
 
 
+def test_rewards_of_groups_are_summed_by_agent():
+    batch, sums = collect(made(), fc.random_policy(made()), 9, seed=6), fc.MultiStep(gamma=0.9, n_steps=3)
+    with pytest.raises(ValueError, match=r"groups \['ant', 'bee'\], .*: call agents_as_rows"):
+        sums(batch)
+    summed = sums(fc.agents_as_rows(batch, "ant"))
+    assert (summed["next", "reward"] != summed["original_reward"]).any()
+    batch["steps_to_next_obs"] = torch.ones(3, 9, 1)
+    with pytest.raises(ValueError, match="take the batch before MultiStep"):
+        fc.agents_as_rows(batch, "ant")
+
+
+@pytest.mark.parametrize("options", [{"set_truncated": True}, {"compact_obs": True}])
+def test_agents_of_a_batch_have_their_ends_however_it_is_collected(options):
+    def rows(**options):
+        with fc.SyncDataCollector(made(), frames_per_batch=12, total_frames=48, seed=1, **options) as collector:
+            return [fc.agents_as_rows(each.clone(), "ant") for each in collector]
+
+    stats, ended = [None, None], 0
+    for pair in zip(rows(), rows(**options), strict=True):
+        stats = [fc.episode_stats(each, one) for each, one in zip(pair, stats, strict=True)]
+        assert torch.equal(stats[0].returns, stats[1].returns)
+        assert torch.equal(*(each["next", "terminated"] for each in pair))
+        ended += int((pair[0]["next", "done"] & ~pair[0]["done"])[..., -1, 0].sum())
+    assert ended
+
+
 @pytest.mark.parametrize("done", ["all", "any"])
 def test_when_a_lane_ends(done):
     batch = collect(made(done=done), fc.random_policy(made()), 30, seed=0)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from tensordict import TensorDict
 
 import funcollect as fc
 from tests.support.envs.jax_counting import counting
@@ -66,6 +67,32 @@ def test_frames_in_order(name, change, batch):
     changed = RIGHT[change](batch)
     if name not in ("split_trajectories", "scale_rewards") or ("collector", "mask") not in changed.keys(True):
         FUNCTIONS[name](changed)
+
+
+def run(frames):
+    step, ids, flags = torch.arange(frames), torch.zeros(frames).long(), torch.zeros(frames, 1, dtype=torch.bool)
+    moves = {"current_player": step % 2, "next": {"current_player": (step + 1) % 2, "reward": torch.ones(frames, 2)}}
+    batch = TensorDict({**moves, "collector": {"traj_ids": ids, "step": step, "lane": ids}}, [frames])
+    for name in ("done", "terminated"):
+        batch["next", name] = flags
+    return batch
+
+
+SUMMED = {
+    "gae": lambda batch: fc.gae(batch, torch.zeros(len(batch), 2), torch.zeros(len(batch), 2), lmbda=1.0)[1],
+    "MultiStep": lambda batch: fc.MultiStep(0.9, 5)(batch)["next", "reward"],
+    "scale_rewards": lambda batch: fc.scale_rewards(batch)[1].statistics.mean["return"][None],
+    "player_trajectories": lambda batch: fc.player_trajectories(batch)["next", "reward"],
+}
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_no_sum_goes_from_one_run_or_slice_to_another(name):
+    """Though the frames on both sides have the same id, and for slices may even be successive steps."""
+    wanted, whole = SUMMED[name](run(4)), run(8)
+    whole["collector", "is_first"] = torch.arange(8) % 4 == 0
+    for batch in (torch.cat([run(4), run(4)]), *([] if name == "scale_rewards" else [whole])):
+        assert all(torch.equal(part, wanted) for part in SUMMED[name](batch).split(len(wanted)))
 
 
 @functools.cache
