@@ -30,6 +30,10 @@ _KIND = "the run of a collector"
 _LARGEST_SEED = 2**32 - 1
 
 
+class _RunEndedError(Exception):
+    """All frames of the run have been delivered."""
+
+
 @collector
 class CollectorBase(RunOptions, InUse, ABC):
     """The base class of all collectors. A subclass gathers the batches.
@@ -287,15 +291,21 @@ class CollectorBase(RunOptions, InUse, ABC):
         return -(-self.total_frames // self.frames_of_batch)
 
     def __next__(self) -> TensorDictBase:
-        if self._moments is not None and not self._closed:
-            if self._in_use:
-                self._refuse()
-            self._check_ready()
-            self._add_to_statistics(self._moments)
-        if self.replay_buffer is not None:
-            return self._fill_buffer()
-        batch = self._next_frames() if self.trajs_per_batch is None else self._next_trajectories(self.trajs_per_batch)
-        return self._delivered(batch)
+        try:
+            if self._moments is not None and not self._closed:
+                if self._in_use:
+                    self._refuse()
+                self._check_ready()
+                self._add_to_statistics(self._moments)
+            if self.replay_buffer is not None:
+                return self._fill_buffer()
+            count = self.trajs_per_batch
+            return self._delivered(self._next_frames() if count is None else self._next_trajectories(count))
+        except _RunEndedError:
+            raise StopIteration from None
+        except StopIteration as error:  # which would end the loop over the batches
+            what = "a function that the collector calls raised StopIteration, expected a result or another exception"
+            raise RuntimeError(f"{what}: give its next(…) a default") from error
 
     def _delivered(self, batch: TensorDictBase) -> TensorDictBase:
         if self.update_statistics:
@@ -305,7 +315,7 @@ class CollectorBase(RunOptions, InUse, ABC):
 
     def _next_frames(self) -> TensorDictBase:
         if 0 <= self.total_frames <= self.frames:
-            raise StopIteration
+            raise _RunEndedError
         self._check_ready()
         return self._gather()
 

@@ -56,8 +56,6 @@ class _Filler:
         try:
             while self.going.wait() and self._fill():
                 pass
-        except StopIteration:
-            pass
         except BaseException as error:
             if not self._stopped:
                 self.error = error
@@ -72,7 +70,10 @@ class _Filler:
             if self._stopped or (collector := self._collector()) is None:
                 return False
             if self.going.is_set():
-                batch = next(collector)
+                try:
+                    batch = next(collector)
+                except StopIteration:
+                    return False
                 del collector
                 if self._extend is not None:
                     self._extend(batch)

@@ -217,6 +217,26 @@ def test_what_an_exception_keeps_from_the_buffer_is_written_by_the_next_call(tra
     )
 
 
+@pytest.mark.parametrize("start", [False, True], ids=["iterated", "started"])
+@pytest.mark.parametrize("name", ["postproc", "pre_collect_hook", "replay_buffer"])
+def test_a_stop_iteration_of_the_users_does_not_end_the_run_silently(name, start, recwarn):
+    class Buffer:
+        def extend(self, batch):
+            next(iter(()))
+
+    def exhausted(*_):
+        next(iter(()))
+
+    function = Buffer() if name == "replay_buffer" else exhausted
+    collector = fc.Collector(ENV, **FRAMES, **{name: function})
+    if start:
+        collector.start(*([] if name == "replay_buffer" else [Buffer()]))
+        collector._filler.thread.join()
+    with pytest.raises(RuntimeError, match=r"a function that the collector calls raised StopIteration.*: give"):
+        next(collector)
+    assert len(recwarn) == start
+
+
 def test_weights_are_updated_while_a_thread_collects():
     collector = fc.Collector(ENV, _policy(), frames_per_batch=1, replay_buffer=fc.ReplayBuffer())
     collector.start()
