@@ -146,6 +146,23 @@ def test_hooks_are_called_here_and_in_every_worker_and_may_be_set():
         assert (next(collector)["marked"] == 2).all()
 
 
+def test_a_hook_may_replace_leaves_by_views_of_others():
+    def swapped(batch):
+        before, after = batch["observation"], batch["next", "observation"]
+        batch["observation"], batch["next", "observation"] = after, before[..., :1, :].expand_as(before)
+
+    both = [
+        fc.MultiSyncDataCollector([ENV], **FRAMES, in_process=in_process, post_collect_hook=swapped)
+        for in_process in (True, False)
+    ]
+    for collector in both:
+        next(collector)  # whose memory is not shared yet
+    for one, other in zip(*(itertools.islice(collector, 2) for collector in both), strict=True):
+        assert_same(one, other)
+    for collector in both:
+        collector.shutdown()
+
+
 def _policy():
     return fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
 
