@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, fields
@@ -56,6 +57,7 @@ class CollectorBase(RunOptions, InUse, ABC):
     options: Options = field(init=False)
     frames: int = field(init=False, default=0)
     params: Any = field(init=False, default=None)
+    _updating: Any = field(init=False, default_factory=threading.RLock)  # held while weights that are read are replaced
     _moments: RunningStatistics | None = field(init=False, default=None)  # of batches not in the statistics yet
     _pending: dict[int, PendingTrajectories] = field(init=False, default_factory=dict)  # by first lane, or 0
     _unwritten: list[TensorDictBase] = field(init=False, default_factory=list)  # that `replay_buffer` lacks
@@ -369,9 +371,10 @@ class CollectorBase(RunOptions, InUse, ABC):
 
     def _add_to_statistics(self, moments: RunningStatistics) -> None:
         policy, self._moments = self.policy, None
-        trainable, before = policy.params if self.params is None else policy.as_pair(self.params)
-        policy.statistics = after = merge(before, moments)
-        self.update_policy_weights_(None if self.params is None else (trainable, after))
+        with self._updating:
+            trainable, before = policy.params if self.params is None else policy.as_pair(self.params)
+            policy.statistics = after = merge(before, moments)
+            self.update_policy_weights_(None if self.params is None else (trainable, after))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} cannot be copied or pickled: save(path) writes its run, and load continues it")

@@ -216,7 +216,8 @@ class RayCollector(WorkerCollector):
             limit = 1 if self.update_after_each_batch else max(self.max_weight_update_interval, 1)
             gathered = {*self.run.gathered} & {*self.run.workers}
             if late := [worker for worker in sorted(gathered) if self._since_update[worker] >= limit]:
-                self._send(self.params, late)
+                with self._updating:
+                    self._send(self.params, late)
         batch = self.rollout()
         for worker in self.run.gathered:
             self._since_update[worker] += 1

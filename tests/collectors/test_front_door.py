@@ -9,6 +9,7 @@ import inspect
 import itertools
 import re
 import textwrap
+import threading
 
 import numpy as np
 import pytest
@@ -261,6 +262,36 @@ def test_weights_are_updated_while_a_thread_collects():
         assert collector.policy_version == version
         collector.update_policy_weights_()
     collector.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["here", "workers", "statistics"])
+def test_weights_that_are_sent_while_a_batch_renews_those_before_are_kept(kind, monkeypatch):
+    policy, threads = _policy(), []
+    if with_statistics := kind == "statistics":
+        policy = fc.normalized(policy, fc.running_statistics.init(fc.make_env(ENV).observation_space))
+    keywords = {"update_statistics" if with_statistics else "update_at_each_batch": True}
+
+    def send(value):
+        weights = {"weight": torch.full((2, 4), value), "bias": torch.zeros(2)}
+        collector.update_policy_weights_((weights, policy.statistics) if with_statistics else weights)
+
+    def prepare(self, params):
+        if not threads:
+            threads.append(threading.Thread(target=send, args=(2.0,)))
+            threads[0].start()
+            threads[0].join(0.1)  # it has to wait for the batch
+        return real(self, params)
+
+    keywords |= {"num_collectors": 2, "sync": True, **LOCAL} if kind == "workers" else {}
+    with fc.Collector(ENV, policy, **FRAMES, **keywords) as collector:
+        send(1.0)
+        next(collector)
+        real = type(policy).prepare
+        monkeypatch.setattr(type(policy), "prepare", prepare)
+        next(collector)
+        threads[0].join()
+        weights = collector.params[0] if with_statistics else collector.params
+        assert (weights["weight"] == 2.0).all()
 
 
 def test_the_thread_that_fills_cannot_wait_for_itself_and_may_end_the_run():
