@@ -6,6 +6,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import field, fields
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -18,7 +19,7 @@ from funcollect.collectors.options import Options, RunOptions
 from funcollect.core.request import head_of
 from funcollect.core.saving import Episodes, checked_path
 from funcollect.errors import ReplayError
-from funcollect.files import read_data, write_data
+from funcollect.files import Uninterrupted, read_data, write_data
 from funcollect.policies.jax_functions.jax_policy import as_given
 from funcollect.policies.normalized import Normalized
 from funcollect.protocols import is_policy
@@ -341,8 +342,9 @@ class CollectorBase(RunOptions, InUse, ABC):
             batches = [self._next_frames()] if self.trajs_per_batch is None else self._next_whole()
             self._unwritten = [self._delivered(batch) for batch in batches]
         while self._unwritten:
-            self._write(self._unwritten[0])
-            del self._unwritten[0]
+            with Uninterrupted() if self._fills_ours else nullcontext():  # or Ctrl-C would have it written twice
+                self._write(self._unwritten[0])
+                del self._unwritten[0]
 
     def _next_whole(self) -> list[TensorDictBase]:
         """The whole trajectories in groups of `trajs_per_write`; collects a batch if none is whole."""
@@ -354,11 +356,14 @@ class CollectorBase(RunOptions, InUse, ABC):
             batches += groups
         return batches
 
+    @property
+    def _fills_ours(self) -> bool:
+        """Whether `replay_buffer` is a `ReplayBuffer`, which restores next observations itself."""
+        return hasattr(getattr(self.replay_buffer, "storage", None), "admit")
+
     def _write(self, batch: TensorDictBase) -> None:
-        storage: Any = getattr(self.replay_buffer, "storage", None)
-        ours = hasattr(storage, "admit")  # whether it is a `ReplayBuffer`, which restores next observations itself
-        flat = ours and storage.ndim == 1 and batch.ndim > 1
-        if is_compact(batch) and (flat or not ours):
+        flat = self._fills_ours and self.replay_buffer.storage.ndim == 1 and batch.ndim > 1
+        if is_compact(batch) and (flat or not self._fills_ours):
             batch = next_observations(batch)
         self.replay_buffer.extend(batch.reshape(-1) if flat else batch)
 

@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import itertools
 import re
+import signal
 import textwrap
 import threading
 
@@ -233,6 +234,19 @@ def test_what_an_exception_keeps_from_the_buffer_is_written_by_the_next_call(tra
     assert len(torch.stack([frames["collector", "traj_ids"], frames["collector", "step"]]).unique(dim=1).T) == len(
         frames
     )
+
+
+def test_ctrl_c_while_a_buffer_stores_writes_no_batch_twice(monkeypatch):
+    buffer, interrupts = fc.ReplayBuffer(), iter([signal.SIGINT])
+    real = buffer.sampler.extended
+    monkeypatch.setattr(
+        buffer.sampler, "extended", lambda *args: [*map(signal.raise_signal, interrupts), real(*args)][-1]
+    )
+    collector = fc.Collector(ENV, **FRAMES, replay_buffer=buffer)
+    with pytest.raises(KeyboardInterrupt):
+        next(collector)
+    next(collector)
+    assert len(buffer) == collector.frames == 80
 
 
 @pytest.mark.parametrize("start", [False, True], ids=["iterated", "started"])
