@@ -324,6 +324,16 @@ def test_the_thread_that_fills_cannot_wait_for_itself_and_may_end_the_run():
     assert len(refused) == 1
 
 
+def test_a_paused_run_is_not_waited_for_where_it_was_paused():
+    collector = fc.Collector(ENV, **FRAMES, total_frames=100_000)
+    collector.start([])
+    collector.pause()
+    with pytest.raises(RuntimeError, match=r"is paused and would not end: call resume\(\) before"):
+        collector.join()
+    collector.shutdown()
+    collector.join()
+
+
 def test_any_door_loads_what_another_has_saved(tmp_path):
     with fc.AsyncCollector(ENV, **FRAMES, **LOCAL) as collector:
         next(collector)
