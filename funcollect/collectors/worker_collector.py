@@ -319,4 +319,4 @@ class WorkerCollector(CollectorBase):
 
 
 def _has_int_keys(params: Any) -> bool:
-    return isinstance(params, dict) and bool(params) and all(type(key) is int for key in params)
+    return isinstance(params, dict) and bool(params) and all(map(arguments.is_int, params))

@@ -188,8 +188,10 @@ def test_weights_for_single_workers_and_frames_for_each():
     with fc.MultiaSyncDataCollector([ENV] * 2, _policy(), **keywords) as collector:
         collector.update_policy_weights_(weights)
         lengths = {int(batch["collector", "lane"][0]): len(batch) for batch in collector}
+        collector.update_policy_weights_(weights[1], np.int64(1))
+        collector.update_policy_weights_({np.int64(0): weights[0]})
     assert lengths == {0: 15, 1: 5}
-    assert collector.policy_version == 2
+    assert collector.policy_version == 4
 
 
 def test_a_policy_beside_a_factory_is_the_source_of_weights():
