@@ -274,8 +274,9 @@ class CollectorBase(RunOptions, InUse, ABC):
         self.shutdown(timeout, close_env)
 
     def is_running(self) -> bool:
-        """Whether batches can still be collected: there are frames left, and the collector was not shut down."""
-        return not self._closed and not 0 <= self.total_frames <= self.frames
+        """Whether there are frames or whole trajectories left to deliver, and the collector was not shut down."""
+        waiting = any(each.begins_with_whole(self.trajs_per_batch or 1) for each in [*self._pending.values()])
+        return not self._closed and (waiting or bool(self._unwritten) or not 0 <= self.total_frames <= self.frames)
 
     def next(self) -> TensorDictBase | None:
         """The next batch; None at the end of the run."""

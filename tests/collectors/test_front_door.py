@@ -326,6 +326,13 @@ def test_the_thread_that_fills_cannot_wait_for_itself_and_may_end_the_run():
     assert len(refused) == 1
 
 
+def test_a_run_goes_on_while_whole_trajectories_are_left():
+    collector = fc.Collector(ENV, frames_per_batch=200, seed=3, total_frames=200, trajs_per_batch=1)
+    batches = [collector.next() for _ in iter(collector.is_running, False)]
+    assert len(batches) > 1
+    assert collector.next() is None
+
+
 def test_a_paused_run_is_not_waited_for_where_it_was_paused():
     collector = fc.Collector(ENV, **FRAMES, total_frames=100_000)
     collector.start([])
