@@ -148,6 +148,15 @@ def test_hooks_are_called_here_and_in_every_worker_and_may_be_set():
         assert (next(collector)["marked"] == 2).all()
 
 
+def test_the_collector_of_an_actor_that_is_replaced_has_the_hook_that_was_set():
+    with fc.MultiSyncDataCollector([ENV], **FRAMES, **LOCAL, post_collect_hook=print) as collector:
+        record = collector.run.records[0]
+        keywords = {"frames_per_batch": 40, "post_collect_hook": print}
+        record.job = dataclasses.replace(record.job, kind=fc.SyncDataCollector, keywords=keywords)
+        collector.post_collect_hook = _mark_again
+        assert "marked" in next(record.job.collector())
+
+
 def test_a_hook_may_replace_leaves_by_views_of_others():
     def swapped(batch):
         before, after = batch["observation"], batch["next", "observation"]

@@ -101,7 +101,8 @@ class WorkerRun(Gathering):
             for record in self.records:
                 options = copy.copy(record.job.options)
                 setattr(options, name, hook)
-                record.job = replace(record.job, options=options)
+                keywords = {**record.job.keywords, name: hook}  # of the collector in an actor
+                record.job = replace(record.job, options=options, keywords=keywords)
 
     def go_on(self, progress: Progress) -> None:
         """Begin new episodes as if every worker had made this progress."""
