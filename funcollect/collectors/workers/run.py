@@ -114,8 +114,9 @@ class WorkerRun(Gathering):
     def chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         """The workers with these indices, or all for None; ValueError for one that is not at work."""
         at_work = self.workers
-        single = isinstance(worker_ids, int | np.integer)
-        workers = at_work if worker_ids is None else [worker_ids] if single else [*worker_ids]
+        if isinstance(worker_ids, int | np.integer):
+            worker_ids = [worker_ids]
+        workers = at_work if worker_ids is None else [*worker_ids]
         if wrong := [worker for worker in workers if worker not in at_work]:
             raise ValueError(f"worker_ids holds {wrong}, expected numbers of {at_work}: pass those")
         return [*dict.fromkeys(workers)]
