@@ -17,7 +17,7 @@ from funcollect.messages import clipped, shown
 
 def check_positive(name: str, value: Any, example: int = 128, *, least: int = 1) -> None:
     """Raise unless `value` is an int of at least `least`, 1 by default."""
-    if not _is_int(value):
+    if not is_int(value):
         wanted = "a positive int" if least else "an int of at least 0"
         raise TypeError(f"{name} is {shown(value)}, expected {wanted}: pass for example {name}={example}")
     if value < least:
@@ -35,7 +35,8 @@ def check_optional_positive(name: str, value: Any) -> None:
         check_positive(name, value)
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
+    """Whether this is an int of Python's or NumPy's, and no flag."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -75,7 +76,7 @@ def without_foreign(what: str, foreign: Mapping[str, Foreign], given: Mapping[st
 
 def check_num_envs(num_envs: Any) -> None:
     """Raise ValueError unless `num_envs` is a positive int, or None."""
-    if num_envs is not None and (not _is_int(num_envs) or num_envs < 1):
+    if num_envs is not None and (not is_int(num_envs) or num_envs < 1):
         what = f"num_envs is {shown(num_envs)}, expected a positive int, or None for no batch dimension"
         raise ValueError(f"{what}: pass for example num_envs=8")
 

@@ -85,8 +85,8 @@ class Checkpoint:
             collector: a collector; see its `save`.
             episodes: as `save` of the collector takes it.
             buffer: a `ReplayBuffer`; see its `dumps`.
-            policy: a module or any object with `state_dict`, a pytree of parameters, or a dict of either.
-            optimizer: an optimizer, a pytree such as the state of optax, or a dict of either.
+            policy: a module or any object with `state_dict`, a pytree of parameters, or a dict of both.
+            optimizer: an optimizer, a pytree such as the state of optax, or a dict of both.
             values: numbers, strings, arrays, tensors, generators of NumPy and Torch, `EpisodeStats`, and lists, tuples
                 and dicts of them. A named tuple comes back as a plain tuple.
 
@@ -117,7 +117,8 @@ class Checkpoint:
             if memory is not None:
                 on_error.callback(setattr, memory, "dumped", memory.dumped)  # otherwise it would name a deleted dump
             fresh.mkdir()
-            parts = {"policy": _saved(policy), "optimizer": _saved(optimizer)}
+            given = {"policy": policy, "optimizer": optimizer}
+            parts = {name: None if part is None else _saved(part) for name, part in given.items()}
             write_data(fresh / "values", _KIND, {"parts": parts, "values": values})
             if collector is not None:
                 collector.save(fresh / "collector", episodes=episodes)
@@ -190,10 +191,8 @@ def _stateful(part: Any) -> bool:
 
 
 def _saved(part: Any) -> Any:
-    """A part as plain data: the state of a module or an optimizer, those of a dict of them, or a pytree's leaves."""
-    if part is None:
-        return None
-    if isinstance(part, dict) and part and all(map(_stateful, part.values())):
+    """A part as plain data: the state of a module or an optimizer, those of a dict with such, or a pytree's leaves."""
+    if isinstance(part, dict) and part and any(map(_stateful, part.values())):
         return {"group": {name: _saved(member) for name, member in part.items()}}
     if not _stateful(part):
         leaves, treedef = flatten_part(part)

@@ -195,6 +195,22 @@ def test_groups_and_trees_are_restored_as_they_were(tmp_path):
         checkpoint.restore(policy={"w": torch.zeros(2, dtype=torch.int64), **other})
 
 
+def test_a_group_may_have_trees_beside_modules(tmp_path):
+    def group(value):
+        return {"actor": constant(torch.nn.Linear(2, 1), value), "alpha": torch.tensor([value]), "target": None}
+
+    def constant(module, value):
+        torch.nn.init.constant_(module.weight, value)
+        return module
+
+    checkpoint, other = fc.Checkpoint(tmp_path), group(0.0)
+    checkpoint.save(1, policy=group(3.0))
+    restored = checkpoint.restore(policy=other)["policy"]
+    assert restored["actor"] is other["actor"]
+    assert (other["actor"].weight == 3.0).all()
+    assert (restored["alpha"].item(), restored["target"]) == (3.0, None)
+
+
 def test_tensors_that_require_gradients_are_restored_in_place(tmp_path):
     params = {"w": torch.ones(2, requires_grad=True), "b": nn.Parameter(torch.ones(1)), "mean": torch.ones(3)}
     optimizer, checkpoint = torch.optim.Adam([params["w"], params["b"]]), fc.Checkpoint(tmp_path)

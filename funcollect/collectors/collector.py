@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import field, fields
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -17,7 +19,7 @@ from funcollect.collectors.options import Options, RunOptions
 from funcollect.core.request import head_of
 from funcollect.core.saving import Episodes, checked_path
 from funcollect.errors import ReplayError
-from funcollect.files import read_data, write_data
+from funcollect.files import Uninterrupted, read_data, write_data
 from funcollect.policies.jax_functions.jax_policy import as_given
 from funcollect.policies.normalized import Normalized
 from funcollect.protocols import is_policy
@@ -28,6 +30,10 @@ from funcollect.trajectories.whole_trajectories import PendingTrajectories
 
 _KIND = "the run of a collector"
 _LARGEST_SEED = 2**32 - 1
+
+
+class _RunEndedError(Exception):
+    """All frames of the run have been delivered."""
 
 
 @collector
@@ -52,6 +58,7 @@ class CollectorBase(RunOptions, InUse, ABC):
     options: Options = field(init=False)
     frames: int = field(init=False, default=0)
     params: Any = field(init=False, default=None)
+    _updating: Any = field(init=False, default_factory=threading.RLock)  # held while weights that are read are replaced
     _moments: RunningStatistics | None = field(init=False, default=None)  # of batches not in the statistics yet
     _pending: dict[int, PendingTrajectories] = field(init=False, default_factory=dict)  # by first lane, or 0
     _unwritten: list[TensorDictBase] = field(init=False, default_factory=list)  # that `replay_buffer` lacks
@@ -267,8 +274,9 @@ class CollectorBase(RunOptions, InUse, ABC):
         self.shutdown(timeout, close_env)
 
     def is_running(self) -> bool:
-        """Whether batches can still be collected: there are frames left, and the collector was not shut down."""
-        return not self._closed and not 0 <= self.total_frames <= self.frames
+        """Whether there are frames or whole trajectories left to deliver, and the collector was not shut down."""
+        waiting = any(each.begins_with_whole(self.trajs_per_batch or 1) for each in [*self._pending.values()])
+        return not self._closed and (waiting or bool(self._unwritten) or not 0 <= self.total_frames <= self.frames)
 
     def next(self) -> TensorDictBase | None:
         """The next batch; None at the end of the run."""
@@ -287,15 +295,21 @@ class CollectorBase(RunOptions, InUse, ABC):
         return -(-self.total_frames // self.frames_of_batch)
 
     def __next__(self) -> TensorDictBase:
-        if self._moments is not None and not self._closed:
-            if self._in_use:
-                self._refuse()
-            self._check_ready()
-            self._add_to_statistics(self._moments)
-        if self.replay_buffer is not None:
-            return self._fill_buffer()
-        batch = self._next_frames() if self.trajs_per_batch is None else self._next_trajectories(self.trajs_per_batch)
-        return self._delivered(batch)
+        try:
+            if self._moments is not None and not self._closed:
+                if self._in_use:
+                    self._refuse()
+                self._check_ready()
+                self._add_to_statistics(self._moments)
+            if self.replay_buffer is not None:
+                return self._fill_buffer()
+            count = self.trajs_per_batch
+            return self._delivered(self._next_frames() if count is None else self._next_trajectories(count))
+        except _RunEndedError:
+            raise StopIteration from None
+        except StopIteration as error:  # which would end the loop over the batches
+            what = "a function that the collector calls raised StopIteration, expected a result or another exception"
+            raise RuntimeError(f"{what}: give its next(…) a default") from error
 
     def _delivered(self, batch: TensorDictBase) -> TensorDictBase:
         if self.update_statistics:
@@ -305,7 +319,7 @@ class CollectorBase(RunOptions, InUse, ABC):
 
     def _next_frames(self) -> TensorDictBase:
         if 0 <= self.total_frames <= self.frames:
-            raise StopIteration
+            raise _RunEndedError
         self._check_ready()
         return self._gather()
 
@@ -329,8 +343,9 @@ class CollectorBase(RunOptions, InUse, ABC):
             batches = [self._next_frames()] if self.trajs_per_batch is None else self._next_whole()
             self._unwritten = [self._delivered(batch) for batch in batches]
         while self._unwritten:
-            self._write(self._unwritten[0])
-            del self._unwritten[0]
+            with Uninterrupted() if self._fills_ours else nullcontext():  # or Ctrl-C would have it written twice
+                self._write(self._unwritten[0])
+                del self._unwritten[0]
 
     def _next_whole(self) -> list[TensorDictBase]:
         """The whole trajectories in groups of `trajs_per_write`; collects a batch if none is whole."""
@@ -342,11 +357,14 @@ class CollectorBase(RunOptions, InUse, ABC):
             batches += groups
         return batches
 
+    @property
+    def _fills_ours(self) -> bool:
+        """Whether `replay_buffer` is a `ReplayBuffer`, which restores next observations itself."""
+        return hasattr(getattr(self.replay_buffer, "storage", None), "admit")
+
     def _write(self, batch: TensorDictBase) -> None:
-        storage: Any = getattr(self.replay_buffer, "storage", None)
-        ours = hasattr(storage, "admit")  # whether it is a `ReplayBuffer`, which restores next observations itself
-        flat = ours and storage.ndim == 1 and batch.ndim > 1
-        if is_compact(batch) and (flat or not ours):
+        flat = self._fills_ours and self.replay_buffer.storage.ndim == 1 and batch.ndim > 1
+        if is_compact(batch) and (flat or not self._fills_ours):
             batch = next_observations(batch)
         self.replay_buffer.extend(batch.reshape(-1) if flat else batch)
 
@@ -359,9 +377,10 @@ class CollectorBase(RunOptions, InUse, ABC):
 
     def _add_to_statistics(self, moments: RunningStatistics) -> None:
         policy, self._moments = self.policy, None
-        trainable, before = policy.params if self.params is None else policy.as_pair(self.params)
-        policy.statistics = after = merge(before, moments)
-        self.update_policy_weights_(None if self.params is None else (trainable, after))
+        with self._updating:
+            trainable, before = policy.params if self.params is None else policy.as_pair(self.params)
+            policy.statistics = after = merge(before, moments)
+            self.update_policy_weights_(None if self.params is None else (trainable, after))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} cannot be copied or pickled: save(path) writes its run, and load continues it")

@@ -49,6 +49,7 @@ class _Filler:
         self.going, self.one_batch = threading.Event(), threading.Lock()  # the thread holds it for one batch
         self.going.set()
         self._stopped = False
+        self.paused_in: threading.Thread | None = None
         self.error: BaseException | None = None  # the one that ended the thread, until it is raised
         self.thread = threading.Thread(target=self._run, name="funcollect filler", daemon=True)
 
@@ -56,8 +57,6 @@ class _Filler:
         try:
             while self.going.wait() and self._fill():
                 pass
-        except StopIteration:
-            pass
         except BaseException as error:
             if not self._stopped:
                 self.error = error
@@ -72,7 +71,10 @@ class _Filler:
             if self._stopped or (collector := self._collector()) is None:
                 return False
             if self.going.is_set():
-                batch = next(collector)
+                try:
+                    batch = next(collector)
+                except StopIteration:
+                    return False
                 del collector
                 if self._extend is not None:
                     self._extend(batch)
@@ -85,6 +87,11 @@ class _Filler:
     def stop(self) -> None:
         """Begin no other batch, and ignore the collector's exceptions from now on."""
         self._stopped = True
+        self.resume()
+
+    def resume(self) -> None:
+        """Continue after a pause."""
+        self.paused_in = None
         self.going.set()
 
 
@@ -153,8 +160,9 @@ class InUse(Iterator[TensorDictBase]):
             raise RuntimeError("the thread that fills the buffer cannot wait for itself: pause in another one")
         with ExitStack() as resuming:  # also if Ctrl-C ends the wait
             if filler.going.is_set():
-                resuming.callback(filler.going.set)
+                resuming.callback(filler.resume)
             filler.going.clear()
+            filler.paused_in = threading.current_thread()
             with filler.one_batch:
                 self._check_open()
             return resuming.pop_all()
@@ -162,11 +170,17 @@ class InUse(Iterator[TensorDictBase]):
     def resume(self) -> None:
         """Continue to fill the buffer after `pause`."""
         self._check_open()
-        self._filling().going.set()
+        self._filling().resume()
 
     def join(self) -> None:
-        """Wait until the run that `start` began has ended; an exception in its thread is raised."""
-        self._filling().thread.join()
+        """Wait until the run that `start` began has ended; an exception in its thread is raised.
+
+        RuntimeError in the thread that has called `pause`.
+        """
+        filler = self._filling()
+        if filler.paused_in is threading.current_thread() and filler.thread.is_alive():
+            raise RuntimeError("the thread that fills the buffer is paused and would not end: call resume() before")
+        filler.thread.join()
         self._check_filler()
 
     def _filling(self) -> _Filler:

@@ -20,7 +20,7 @@ from funcollect.arguments import (
 )
 from funcollect.collectors.keywords import FOREIGN, collector
 from funcollect.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector
-from funcollect.collectors.options import FRAMES, Device, RunOptions, Shard, WorkerShard, options_of
+from funcollect.collectors.options import FRAMES, HOOKS, Device, RunOptions, Shard, WorkerShard, options_of
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.jobs import DEVICES, columns_of, job_of, listed, rows, shares, want_accelerators
@@ -216,7 +216,8 @@ class RayCollector(WorkerCollector):
             limit = 1 if self.update_after_each_batch else max(self.max_weight_update_interval, 1)
             gathered = {*self.run.gathered} & {*self.run.workers}
             if late := [worker for worker in sorted(gathered) if self._since_update[worker] >= limit]:
-                self._send(self.params, late)
+                with self._updating:
+                    self._send(self.params, late)
         batch = self.rollout()
         for worker in self.run.gathered:
             self._since_update[worker] += 1
@@ -256,6 +257,8 @@ class RayCollector(WorkerCollector):
         check_positive("num_envs", workers)
         columns = {name: given for name, given in self._columns.items() if listed(given) is None}
         columns |= {name: given for name, given in new.items() if given is not None or name == "create_env_fn"}
+        hooks = {name: getattr(self, name) for name in HOOKS}  # which may have been set since
+        columns |= {name: hook for name, hook in hooks.items() if hook is not None or name in columns}
         if policy is not None:
             columns.pop("policy_factory", None)
         elif self.policy is None and self.policy_factory is not None and "policy_factory" not in columns:

@@ -138,7 +138,8 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         if self.options.reset_at_each_iter and self._batches:
             self.reset()
         if self.options.update_at_each_batch and self._batches:
-            self.update_policy_weights_(self.params)
+            with self._updating:
+                self.update_policy_weights_(self.params)
 
     @exclusive
     def rollout(self, columns: OwnColumns = NOWHERE) -> TensorDictBase:
@@ -233,7 +234,8 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         params = given_weights(params, policy_or_weights, self.policy)
         if params is not None:
             self.policy.prepare(params)
-        self.count_as(params, self._latest[1] + 1)
+        with self._updating:
+            self.count_as(params, self._latest[1] + 1)
 
     def count_as(self, params: Any, version: int) -> None:
         """Act with prepared `params`, under this version number, from the next rollout on; called in any thread."""

@@ -141,7 +141,8 @@ class WorkerCollector(CollectorBase):
     @override
     def _gather(self) -> TensorDictBase:
         if self.options.update_at_each_batch and self._batches:
-            self.update_policy_weights_(self.params)
+            with self._updating:
+                self.update_policy_weights_(self.params)
         return self.rollout()
 
     @exclusive
@@ -243,9 +244,10 @@ class WorkerCollector(CollectorBase):
             return
         workers = self.run.chosen(worker_ids)
         weights = given_weights(params, policy_or_weights, self.policy)
-        self._send(weights, workers)
-        if worker_ids is None:
-            self.params = weights
+        with self._updating:
+            self._send(weights, workers)
+            if worker_ids is None:
+                self.params = weights
 
     def _send(self, params: Any, workers: Sequence[int]) -> None:
         """Make these workers act with a copy of `params`, or for None of the policy's own."""
@@ -317,4 +319,4 @@ class WorkerCollector(CollectorBase):
 
 
 def _has_int_keys(params: Any) -> bool:
-    return isinstance(params, dict) and bool(params) and all(type(key) is int for key in params)
+    return isinstance(params, dict) and bool(params) and all(map(arguments.is_int, params))

@@ -241,19 +241,24 @@ def reset(
 def _reset(
     env: Env, state: CollectorState[Array], mask: Any, *, stale: bool = False, **starts: Any
 ) -> CollectorState[Array]:
-    place = state.lane.device if isinstance(state.lane, Tensor) else "cpu"  # over JAX, too
-    all_lanes = lanes = torch.ones(state.num_lanes, dtype=torch.bool, device=place)
-    if mask is not None:
-        try:
-            lanes = torch.as_tensor(mask, device=place)
-            got = f"{lanes.dtype} {tuple(lanes.shape)}"
-        except (TypeError, ValueError, RuntimeError):  # such as a ragged list
-            got = shown(mask)
-        if got != f"{all_lanes.dtype} {tuple(all_lanes.shape)}":
-            raise ValueError(f"mask is {got}, expected bool {tuple(all_lanes.shape)}: pass one flag per lane")
+    place = state.lane.device if isinstance(state.lane, Tensor) else torch.device("cpu")  # over JAX, too
+    count = state.num_lanes
+    lanes = torch.ones(count, dtype=torch.bool, device=place) if mask is None else checked_mask(mask, count, place)
     with memory_for(lambda: f"a reset of {state.num_lanes:,} environments"):
         after: CollectorState[Array] = _BACKENDS[env.backend].reset(env, state, lanes, stale=stale, **starts)
         return after
+
+
+def checked_mask(mask: Any, lanes: int, place: torch.device | None = None) -> Tensor:
+    """A mask [lanes], tensor, array or list, as a tensor; ValueError for another shape or dtype."""
+    try:
+        flags = torch.as_tensor(mask, device=place)
+        got = f"{flags.dtype} {tuple(flags.shape)}"
+    except (TypeError, ValueError, RuntimeError):  # such as a ragged list
+        got = shown(mask)
+    if got != f"torch.bool {(lanes,)}":
+        raise ValueError(f"mask is {got}, expected bool {(lanes,)}: pass one flag per lane")
+    return flags
 
 
 def recover(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:

@@ -106,11 +106,16 @@ class PendingTrajectories:
 
         The frames ``[F]`` lie one trajectory after another, in the order of their first steps, then lanes.
         """
-        runs = _Runs(self._table)
-        if len(runs.start) < count or not runs.whole[:count].all():
+        if not self.begins_with_whole(count):
             return None
+        runs = _Runs(self._table)
         taken = (np.arange(len(runs.start)) < count).repeat(runs.length)
         return self._frames(self._table[taken]), self._only(self._table[~taken])
+
+    def begins_with_whole(self, count: int) -> bool:
+        """Whether the first `count` trajectories are whole."""
+        whole = _Runs(self._table).whole[:count]
+        return len(whole) == count and bool(whole.all())
 
     @property
     def has_whole(self) -> bool:

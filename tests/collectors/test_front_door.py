@@ -8,7 +8,9 @@ import dataclasses
 import inspect
 import itertools
 import re
+import signal
 import textwrap
+import threading
 
 import numpy as np
 import pytest
@@ -146,6 +148,32 @@ def test_hooks_are_called_here_and_in_every_worker_and_may_be_set():
         assert (next(collector)["marked"] == 2).all()
 
 
+def test_the_collector_of_an_actor_that_is_replaced_has_the_hook_that_was_set():
+    with fc.MultiSyncDataCollector([ENV], **FRAMES, **LOCAL, post_collect_hook=print) as collector:
+        record = collector.run.records[0]
+        keywords = {"frames_per_batch": 40, "post_collect_hook": print}
+        record.job = dataclasses.replace(record.job, kind=fc.SyncDataCollector, keywords=keywords)
+        collector.post_collect_hook = _mark_again
+        assert "marked" in next(record.job.collector())
+
+
+def test_a_hook_may_replace_leaves_by_views_of_others():
+    def swapped(batch):
+        before, after = batch["observation"], batch["next", "observation"]
+        batch["observation"], batch["next", "observation"] = after, before[..., :1, :].expand_as(before)
+
+    both = [
+        fc.MultiSyncDataCollector([ENV], **FRAMES, in_process=in_process, post_collect_hook=swapped)
+        for in_process in (True, False)
+    ]
+    for collector in both:
+        next(collector)  # whose memory is not shared yet
+    for one, other in zip(*(itertools.islice(collector, 2) for collector in both), strict=True):
+        assert_same(one, other)
+    for collector in both:
+        collector.shutdown()
+
+
 def _policy():
     return fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
 
@@ -169,8 +197,10 @@ def test_weights_for_single_workers_and_frames_for_each():
     with fc.MultiaSyncDataCollector([ENV] * 2, _policy(), **keywords) as collector:
         collector.update_policy_weights_(weights)
         lengths = {int(batch["collector", "lane"][0]): len(batch) for batch in collector}
+        collector.update_policy_weights_(weights[1], np.int64(1))
+        collector.update_policy_weights_({np.int64(0): weights[0]})
     assert lengths == {0: 15, 1: 5}
-    assert collector.policy_version == 2
+    assert collector.policy_version == 4
 
 
 def test_a_policy_beside_a_factory_is_the_source_of_weights():
@@ -217,6 +247,39 @@ def test_what_an_exception_keeps_from_the_buffer_is_written_by_the_next_call(tra
     )
 
 
+def test_ctrl_c_while_a_buffer_stores_writes_no_batch_twice(monkeypatch):
+    buffer, interrupts = fc.ReplayBuffer(), iter([signal.SIGINT])
+    real = buffer.sampler.extended
+    monkeypatch.setattr(
+        buffer.sampler, "extended", lambda *args: [*map(signal.raise_signal, interrupts), real(*args)][-1]
+    )
+    collector = fc.Collector(ENV, **FRAMES, replay_buffer=buffer)
+    with pytest.raises(KeyboardInterrupt):
+        next(collector)
+    next(collector)
+    assert len(buffer) == collector.frames == 80
+
+
+@pytest.mark.parametrize("start", [False, True], ids=["iterated", "started"])
+@pytest.mark.parametrize("name", ["postproc", "pre_collect_hook", "replay_buffer"])
+def test_a_stop_iteration_of_the_users_does_not_end_the_run_silently(name, start, recwarn):
+    class Buffer:
+        def extend(self, batch):
+            next(iter(()))
+
+    def exhausted(*_):
+        next(iter(()))
+
+    function = Buffer() if name == "replay_buffer" else exhausted
+    collector = fc.Collector(ENV, **FRAMES, **{name: function})
+    if start:
+        collector.start(*([] if name == "replay_buffer" else [Buffer()]))
+        collector._filler.thread.join()
+    with pytest.raises(RuntimeError, match=r"a function that the collector calls raised StopIteration.*: give"):
+        next(collector)
+    assert len(recwarn) == start
+
+
 def test_weights_are_updated_while_a_thread_collects():
     collector = fc.Collector(ENV, _policy(), frames_per_batch=1, replay_buffer=fc.ReplayBuffer())
     collector.start()
@@ -224,6 +287,36 @@ def test_weights_are_updated_while_a_thread_collects():
         assert collector.policy_version == version
         collector.update_policy_weights_()
     collector.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["here", "workers", "statistics"])
+def test_weights_that_are_sent_while_a_batch_renews_those_before_are_kept(kind, monkeypatch):
+    policy, threads = _policy(), []
+    if with_statistics := kind == "statistics":
+        policy = fc.normalized(policy, fc.running_statistics.init(fc.make_env(ENV).observation_space))
+    keywords = {"update_statistics" if with_statistics else "update_at_each_batch": True}
+
+    def send(value):
+        weights = {"weight": torch.full((2, 4), value), "bias": torch.zeros(2)}
+        collector.update_policy_weights_((weights, policy.statistics) if with_statistics else weights)
+
+    def prepare(self, params):
+        if not threads:
+            threads.append(threading.Thread(target=send, args=(2.0,)))
+            threads[0].start()
+            threads[0].join(0.1)  # it has to wait for the batch
+        return real(self, params)
+
+    keywords |= {"num_collectors": 2, "sync": True, **LOCAL} if kind == "workers" else {}
+    with fc.Collector(ENV, policy, **FRAMES, **keywords) as collector:
+        send(1.0)
+        next(collector)
+        real = type(policy).prepare
+        monkeypatch.setattr(type(policy), "prepare", prepare)
+        next(collector)
+        threads[0].join()
+        weights = collector.params[0] if with_statistics else collector.params
+        assert (weights["weight"] == 2.0).all()
 
 
 def test_the_thread_that_fills_cannot_wait_for_itself_and_may_end_the_run():
@@ -240,6 +333,23 @@ def test_the_thread_that_fills_cannot_wait_for_itself_and_may_end_the_run():
     collector.start()
     collector._filler.thread.join()
     assert len(refused) == 1
+
+
+def test_a_run_goes_on_while_whole_trajectories_are_left():
+    collector = fc.Collector(ENV, frames_per_batch=200, seed=3, total_frames=200, trajs_per_batch=1)
+    batches = [collector.next() for _ in iter(collector.is_running, False)]
+    assert len(batches) > 1
+    assert collector.next() is None
+
+
+def test_a_paused_run_is_not_waited_for_where_it_was_paused():
+    collector = fc.Collector(ENV, **FRAMES, total_frames=100_000)
+    collector.start([])
+    collector.pause()
+    with pytest.raises(RuntimeError, match=r"is paused and would not end: call resume\(\) before"):
+        collector.join()
+    collector.shutdown()
+    collector.join()
 
 
 def test_any_door_loads_what_another_has_saved(tmp_path):

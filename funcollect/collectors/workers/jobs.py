@@ -18,6 +18,7 @@ from torch import Tensor
 from funcollect.arguments import check_positive
 from funcollect.collectors.options import Options, RunnerSpec, Shard
 from funcollect.collectors.workers.worker import Job
+from funcollect.core.api import checked_mask
 from funcollect.envs.base import is_torchrl
 from funcollect.messages import clipped, shown
 
@@ -125,13 +126,10 @@ def shares(frames_per_batch: int | Sequence[int], count: int) -> list[int]:
 
 
 def masks_of(mask: Tensor | None, lanes: Sequence[int]) -> Sequence[Tensor | None]:
-    """Split a checked mask [L] over the workers; `lanes` counts the lanes of each."""
+    """Split a mask [L] over the workers; `lanes` counts the lanes of each. ValueError for another shape or dtype."""
     if mask is None:
         return [None] * len(lanes)
-    if mask.dtype != torch.bool or mask.shape != (sum(lanes),):
-        got = f"{mask.dtype} {tuple(mask.shape)}"
-        raise ValueError(f"mask is {got}, expected bool ({sum(lanes)},): pass one flag per lane")
-    return torch.split(mask, list(lanes))
+    return torch.split(checked_mask(mask, sum(lanes)), list(lanes))
 
 
 def want_accelerators(jobs: Sequence[Job]) -> bool:

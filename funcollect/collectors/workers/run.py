@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from typing_extensions import override
 
@@ -100,7 +101,8 @@ class WorkerRun(Gathering):
             for record in self.records:
                 options = copy.copy(record.job.options)
                 setattr(options, name, hook)
-                record.job = replace(record.job, options=options)
+                keywords = {**record.job.keywords, name: hook}  # of the collector in an actor
+                record.job = replace(record.job, options=options, keywords=keywords)
 
     def go_on(self, progress: Progress) -> None:
         """Begin new episodes as if every worker had made this progress."""
@@ -112,7 +114,9 @@ class WorkerRun(Gathering):
     def chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         """The workers with these indices, or all for None; ValueError for one that is not at work."""
         at_work = self.workers
-        workers = at_work if worker_ids is None else [worker_ids] if isinstance(worker_ids, int) else [*worker_ids]
+        if isinstance(worker_ids, int | np.integer):
+            worker_ids = [worker_ids]
+        workers = at_work if worker_ids is None else [*worker_ids]
         if wrong := [worker for worker in workers if worker not in at_work]:
             raise ValueError(f"worker_ids holds {wrong}, expected numbers of {at_work}: pass those")
         return [*dict.fromkeys(workers)]

@@ -76,15 +76,19 @@ def copy_into(columns: Mapping[Path, Tensor], leaves: Mapping[Path, Tensor]) -> 
     if leaves.keys() != columns.keys():
         differing = sorted(".".join(path) for path in leaves.keys() ^ columns.keys())
         raise ValueError(f"the keys {differing} are not in every batch: record the same ones in all")
+    storage = next(iter(columns.values())).untyped_storage()
+    memory = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+    moved = {}
     for path, leaf in leaves.items():
         column = columns[path]
-        if leaf.data_ptr() == column.data_ptr():
-            continue
         if leaf.shape != column.shape or not torch.can_cast(leaf.dtype, column.dtype):
             was = f"in the first batch it was {column.dtype} {list(column.shape)}"
             what = f"{'.'.join(path)} is {leaf.dtype} {list(leaf.shape)}, {was}"
             raise ValueError(f"{what}: keep shapes and dtypes the same in all")
-        column.copy_(leaf)
+        if (leaf.data_ptr(), leaf.stride(), leaf.dtype) != (column.data_ptr(), column.stride(), column.dtype):
+            moved[path] = leaf.clone() if leaf.data_ptr() in memory else leaf  # which another column may overwrite
+    for path, leaf in moved.items():
+        columns[path].copy_(leaf)
 
 
 @dataclass(frozen=True, kw_only=True)

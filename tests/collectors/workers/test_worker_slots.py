@@ -211,5 +211,8 @@ def test_a_reset_of_some_lanes_and_a_seed():
         assert torch.equal(second["observation"][:, :, 0][stays], kept[stays])
         with pytest.raises(ValueError, match="mask"):
             one.reset(torch.ones(3, dtype=torch.bool))
+        for mask in ([True] * 4, np.ones(4, bool)):
+            one.reset(mask)
+            assert not next(one)["collector", "step"][:, :, 0].any()
         assert one.set_seed(7) == fc.SyncDataCollector(["CartPole-v1"] * 4, frames_per_batch=4).set_seed(7)
         assert one.set_seed(7, static_seed=True) == 7
