@@ -79,6 +79,15 @@ def replaced(policy: Any, subject: Any) -> Any:
     return policy
 
 
+def apart(policies: Mapping[str, Any]) -> dict[str, Any]:
+    """The policies; a repeated one as twins over its module, since each place has parameters of its own."""
+    result: dict[str, Any] = {}
+    for name, policy in policies.items():
+        repeated = isinstance(policy, TorchBacked) and any(policy is one for one in result.values())
+        result[name] = policy.on(policy.device) if repeated else policy
+    return result
+
+
 def named(params: Any) -> dict[str, Any]:
     """Parameters by dotted name, from a module, or from a dict or TensorDict that may be nested."""
     tree = TensorDict.from_module(params) if isinstance(params, nn.Module) else params
