@@ -57,9 +57,6 @@ class Skeleton:
         self._copies: dict[int, tuple[nn.Module, nn.Module]] = {}
         self._look: Look | None = None
 
-    def __reduce__(self) -> Any:
-        return Skeleton, (self._module,)
-
     def follow(self) -> None:
         """Apply the changes of the module since the last call."""
         module = self._module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
@@ -16,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from funcollect.arguments import check_call
+from funcollect.interop.memo import memo_of
 from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
 from funcollect.messages import clipped, name_of, shown
 from funcollect.policies.base import HeadedPolicy
@@ -97,8 +99,8 @@ def named(params: Any) -> dict[str, Any]:
 class TorchBacked(HeadedPolicy):
     """Base class of policies over a Torch module, or over a function with the parameters of modules it refers to.
 
-    A rollout calls the module's skeleton, a shallow copy with the tensors that `bound` gave it last. The user's module
-    is only read, so a trainer may continue to use it.
+    A rollout calls the module's skeleton, a shallow copy with the tensors that `bound` gave it last in this thread. The
+    user's module is only read, so a trainer may continue to use it.
     """
 
     backend: Literal["torch"] = "torch"
@@ -126,10 +128,20 @@ class TorchBacked(HeadedPolicy):
         """Run another module, or function, from now on."""
         if not isinstance(module, nn.Module) and (found := modules_of(module)):
             module = FunctionModule(module, found)
-        self._module, self._skeleton = module, Skeleton(module)
+        self._module = module
+        memo_of(self).pop("skeletons", None)
         self._settings = ModuleSettings(module if isinstance(module, nn.Module) else None)
         if self.device is not None and any(tensor.device != self.device for tensor in self.tensors(None).values()):
             self._check_apart(f"the policy cannot be copied to {self.device}", "move it there before")
+
+    @property
+    def _skeleton(self) -> Skeleton:
+        """That of this thread: others may bind the module to other parameters meanwhile."""
+        memo = memo_of(self)
+        own = memo.get("skeletons") or memo.setdefault("skeletons", threading.local())
+        if not hasattr(own, "skeleton"):
+            own.skeleton = Skeleton(self._module)
+        return own.skeleton  # type: ignore[no-any-return]
 
     def _check_apart(self, consequence: str, way: str) -> None:
         """Raise ValueError if the skeleton would use tensors of the user's module in place of the bound ones."""
