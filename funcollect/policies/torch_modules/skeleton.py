@@ -77,7 +77,7 @@ class Skeleton:
 
     def _slots(self, module: nn.Module, kind: str) -> Slots:
         slots: Slots = {}
-        for prefix, part in module.named_modules():
+        for prefix, part in module.named_modules(remove_duplicate=False):  # a shared submodule has several names
             source, target = getattr(part, kind), getattr(self._copies[id(part)][1], kind)
             keys = (key for key, tensor in source.items() if tensor is not None)
             slots |= {f"{prefix}.{key}".removeprefix("."): (source, target, key) for key in keys}

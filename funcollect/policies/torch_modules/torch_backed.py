@@ -210,6 +210,8 @@ class TorchBacked(HeadedPolicy):
 
     def _matched(self, params: Any) -> dict[str, Tensor]:
         own, given = self.tensors(None), self.by_name(params)
+        by_tensor = {id(tensor): given[name] for name, tensor in own.items() if name in given}  # one name is enough
+        given = {name: by_tensor[id(tensor)] for name, tensor in own.items() if id(tensor) in by_tensor} | given
         wanted = own.keys() & (self._skeleton.parameters.keys() | given.keys())  # buffers may be left out
         kinds = {
             name: tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for name, leaf in given.items()

@@ -150,6 +150,23 @@ def test_shared_parameters_stay_shared(env):
     assert collect(env, make_policy(Tied()))["action"].unique().tolist() == [1]
 
 
+def test_a_shared_submodule_has_all_its_names(env):
+    module = nn.Sequential()
+    module.one = module.two = linear(1.0)
+    module.forward = lambda x: module.two(x)
+    policy = make_policy(module)
+    saved, once = policy.state_dict(), dict(linear(-1.0).named_parameters(prefix="one"))
+    assert list(saved) == list(module.state_dict())
+    assert collect(env, policy)["action"].unique().tolist() == [1]
+    for params in (once, {name: -value for name, value in saved.items()}):
+        policy.load(params)
+        assert collect(env, policy)["action"].unique().tolist() == [0]
+        policy.load(saved)
+        assert collect(env, policy)["action"].unique().tolist() == [1]
+    with pytest.raises(ValueError, match="holds one submodule in two places"):
+        fc.population(policy, {name: value[None] for name, value in saved.items()})
+
+
 class Uncopyable(nn.Linear):
     def __deepcopy__(self, memo):
         raise RuntimeError("holds a socket")
