@@ -187,6 +187,14 @@ def test_one_policy_in_several_places_acts_with_the_parameters_of_each():
     assert {policy.module for policy in same.policies.values()} == {one.module}
 
 
+def test_one_player_who_explores_is_scored():
+    policy = fc.by_player([torch_policy(0, fc.heads.boltzmann(0.5)), torch_policy(1), torch_policy(2)])
+    batch = collect(made(), policy, 20)
+    scores = fc.evaluate_actions(policy.policies["0"], None, batch)["action_log_prob"]
+    own = batch["current_player"] == 0
+    torch.testing.assert_close(scores[own], batch["action_log_prob"][own])
+
+
 def test_the_moves_of_a_game_are_counted_across_batches():
     env = fc.make_env("pettingzoo/classic/tictactoe_v3", num_envs=2)
     policy = fc.random_policy(env)
