@@ -130,11 +130,11 @@ def _by_head(
 ) -> dict[str, Any]:
     space, leaves, spec = spaces
     xp = TORCH if isinstance(policy, TorchPolicy) else jax_numerics()
-    exploration: list[Path] = [(*EXPLORATION, name) for name in head.values]
-    check_keys(xp, rows, [_ACTION, *(leaf.path for leaf in leaves), *exploration])
+    exploration = {name: _path_of(name, rows) for name in head.values}
+    check_keys(xp, rows, [_ACTION, *(leaf.path for leaf in leaves), *exploration.values()])
     rows = moved(rows, policy.run_device) if isinstance(policy, TorchPolicy) and policy.run_device else rows
     network, action = network_of(policy, params), rows[_ACTION]
-    head = head.at({path[-1]: rows[path] for path in exploration})
+    head = head.at({name: rows[path] for name, path in exploration.items()})
 
     def call(inputs: Leaves, recurrent: Any) -> tuple[Any, Any]:
         answer, after = network(assemble(space, inputs), recurrent)
@@ -154,6 +154,13 @@ def _by_head(
     log_prob = head.log_prob(xp, parameters, chosen | {"action": action}, spec)
     scores = {"action_log_prob": log_prob, "entropy": head.entropy(xp, parameters, spec)}
     return {**outputs, **{name: score for name, score in scores.items() if score is not None}}
+
+
+def _path_of(name: str, rows: Leaves) -> Path:
+    """The path of an exploration value, which has a prefix in a batch of several players."""
+    of_players = [path for path in rows if path[:-1] == EXPLORATION and path[-1].endswith(f".{name}")]
+    path = (*EXPLORATION, name)
+    return of_players[0] if path not in rows and len(of_players) == 1 else path
 
 
 def spaces_of(policy: Policy, env: Env | None) -> Spaces:

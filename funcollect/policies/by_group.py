@@ -23,7 +23,7 @@ from funcollect.policies.checks import check_action
 from funcollect.policies.jax_functions.jax_policy import FunctionPolicy, check_sees_all
 from funcollect.policies.numerics import of_kind
 from funcollect.policies.population import LaneIds, Population
-from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
+from funcollect.policies.torch_modules.torch_backed import TorchPolicyState, apart
 from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, Policy
 from funcollect.specs import ActionSpec, ExplorationType, GroupedSpec
 from funcollect.tree import NAMESPACE, moved, select
@@ -66,7 +66,7 @@ class GroupPolicy(PolicyBase):
     """See `by_group`."""
 
     def __init__(self, policies: Mapping[str, Policy], together: Sequence[str]) -> None:
-        self.policies, self.together = dict(policies), frozenset(together)
+        self.policies, self.together = apart(policies), frozenset(together)
         self._sizes: dict[str, int] = {}  # rows of each group in a lane, once they are known
         self.backend = "jax" if {policy.backend for policy in policies.values()} == {"jax"} else "torch"
 

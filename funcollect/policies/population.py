@@ -201,6 +201,10 @@ class TorchPopulation(Population, TorchPolicy):
         if has_lazy_layers(module):
             what = "policy has lazy layers, whose parameters have no shapes yet, expected layers with parameters"
             raise ValueError(f"{what}: call the module once with an observation before")
+        parts = [part for _, part in module.named_modules(remove_duplicate=False)]
+        if len(parts) > len({*parts}):
+            what = "policy has a module that holds one submodule in two places, expected one place for each"
+            raise ValueError(f"{what}: hold it once, and pass it to the others when they are called")
         tensors = {name: torch.as_tensor(leaf) for name, leaf in named(params).items()}
         self.size = _size_of(tensors.values())
         own = policy.tensors(None)

@@ -228,7 +228,8 @@ def _everywhere(xp: Any, value: Any, like: Any) -> Any:
 
 def _integers(xp: Any, space: Any, uniform: Any) -> tuple[Any, Any]:
     """Integers of a Box and their log-probabilities. Bounds beyond `xp.integers`, in JAX beyond int32, are clipped."""
-    low, high = (np.clip(bound.astype(np.int64), *xp.integers) for bound in (space.low, space.high))
+    limits = (max(xp.integers[0], np.iinfo(space.dtype).min), min(xp.integers[1], np.iinfo(space.dtype).max))
+    low, high = (np.clip(bound, *limits).astype(np.int64) for bound in (space.low, space.high))
     counts = (high.astype(np.float64) - low + 1).astype(np.float32)
     action = xp.integers_between(low, high, uniform * xp.constant(counts, uniform))
     return action, _everywhere(xp, -np.log(high.astype(np.float64) - low + 1), uniform)
@@ -237,7 +238,8 @@ def _integers(xp: Any, space: Any, uniform: Any) -> tuple[Any, Any]:
 def _components(xp: Any, space: Any, uniform: Any) -> tuple[Any, Any]:
     """Components of a floating Box and their log-densities, each like `uniform`; see `random_policy`."""
     below, above = np.isfinite(space.low), np.isfinite(space.high)
-    width = np.where(below & above, space.high.astype(np.float64) - space.low, 1)
+    wide = below & above & (space.low < space.high)  # a component that is constant has the log-density 0
+    width = np.where(wide, space.high.astype(np.float64) - space.low, 1)
     ends = (np.where(finite, end, 0) for finite, end in ((below, space.low), (above, space.high)))
     low, high, density = (xp.constant(array.astype(np.float32), uniform) for array in (*ends, -np.log(width)))
     inside = xp.minimum(xp.maximum(low * (1 - uniform) + high * uniform, low), high)

@@ -54,6 +54,7 @@ def agents_as_rows(batch: TensorDictBase, group: str) -> TensorDict:
         leaves |= {(*lead, *path): leaf for path, leaf in (rest | of_group).items()}
     agent = torch.arange(n, device=batch.device).view(n, 1)
     for path, leaf in flatten(batch["collector"], ("collector",)).items():
+        path = (*path[:-1], path[-1].removeprefix(f"{group}."))  # of the group's exploration values
         leaves[path] = shared(leaf) * n + agent if path[1:] in (("traj_ids",), ("lane",)) else shared(leaf)
     cut = shared(batch["next", "done"]) & ~leaves["next", "done"]
     if split.CUT in leaves:  # of agents that would go on

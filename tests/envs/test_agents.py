@@ -191,6 +191,17 @@ def test_parameters_files_and_collectors(tmp_path):
     assert fc.evaluate(env, policy, episodes=4, seed=0).returns.min() > 0
 
 
+def test_a_group_that_explores_is_scored():
+    env = fc.make_env("pettingzoo/mpe/simple_tag_v3", num_envs=2)
+    heads = {"adversary": fc.heads.boltzmann(0.5), "agent": fc.heads.boltzmann(0.7)}
+    sizes = {"adversary": 16, "agent": 14}
+    policy = fc.by_group({name: fc.torch_policy(nn.Linear(sizes[name], 5), head=heads[name]) for name in heads})
+    batch = collect(env, policy, 8)
+    for name, part in policy.policies.items():
+        rows = fc.agents_as_rows(batch, name)
+        torch.testing.assert_close(fc.evaluate_actions(part, None, rows)["action_log_prob"], rows["action_log_prob"])
+
+
 @pytest.mark.parametrize("done", ["all", "any"])
 def test_agents_as_lanes_of_their_own(done):
     """Advantages, statistics and log-probabilities of a group are those of each agent alone."""

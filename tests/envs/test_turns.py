@@ -180,6 +180,21 @@ def test_one_policy_for_all_players_is_that_policy():
     assert_same(collect(made(), policy, 20, seed=2), collect(made(), fc.by_player([policy] * 3), 20, seed=2))
 
 
+def test_one_policy_in_several_places_acts_with_the_parameters_of_each():
+    one, params = torch_policy(0), {str(number): Net(number) for number in range(3)}
+    same, others = (fc.by_player(policies) for policies in ([one] * 3, [torch_policy(0) for _ in range(3)]))
+    assert_same(*(collect(made(), policy, 40, params=params) for policy in (same, others)))
+    assert {policy.module for policy in same.policies.values()} == {one.module}
+
+
+def test_one_player_who_explores_is_scored():
+    policy = fc.by_player([torch_policy(0, fc.heads.boltzmann(0.5)), torch_policy(1), torch_policy(2)])
+    batch = collect(made(), policy, 20)
+    scores = fc.evaluate_actions(policy.policies["0"], None, batch)["action_log_prob"]
+    own = batch["current_player"] == 0
+    torch.testing.assert_close(scores[own], batch["action_log_prob"][own])
+
+
 def test_the_moves_of_a_game_are_counted_across_batches():
     env = fc.make_env("pettingzoo/classic/tictactoe_v3", num_envs=2)
     policy = fc.random_policy(env)

@@ -165,3 +165,27 @@ def test_those_without_a_rule_give_torchs_values():
     module, given = Expressions(list(CALLS.values())), inputs(4, seed=1)
     lowered = lower_module(module, inputs(3))
     assert_equal(module(given), lowered.apply({}, *jax_inputs(given)))
+
+
+ENDS = torch.tensor([1.0, -1.0, 0.0, float("nan"), float("inf"), -float("inf"), 2.5, -2.5])
+AT_THE_ENDS = {
+    "zero": lambda g: (
+        g["x"] // 0.0,
+        g["x"] // torch.zeros_like(g["x"]),
+        torch.div(g["x"], 0.3, rounding_mode="floor"),
+    ),
+    "nan": lambda g: (torch.threshold(g["x"], 0.5, 9.0), torch.xlogy(torch.zeros_like(g["x"]), g["x"])),
+    "bounds": lambda g: (torch.clamp(g["x"] * 0 + 1, g["x"]), torch.clamp(g["x"], max=g["x"].flip(0))),
+    "poles": lambda g: torch.digamma(g["x"][:4]),
+    "places": lambda g: g["x"].index_select(0, g["i"][0, 0].long() - 99),
+    "whole": lambda g: (g["i"].cumsum(-1), g["i"].cumprod(-1), g["i"].to(torch.uint8).cumsum(0), g["b"].cumsum(0)),
+    "typed": lambda g: g["i"].cumsum(-1, dtype=torch.float32),
+    "apart": lambda g: tuple(torch.cdist(g["y"], g["y"] + 1, p=p) for p in (0.0, float("inf"))),
+}
+
+
+def test_values_at_the_ends_are_torchs():
+    integers = torch.tensor([[100, 100, 100], [-100, -100, -100]], dtype=torch.int8)
+    given = {"x": ENDS, "y": torch.eye(3), "i": integers, "b": integers > 0}
+    module = Expressions(list(AT_THE_ENDS.values()))
+    assert_equal(module(given), lower_module(module, given).apply({}, *jax_inputs(given)))

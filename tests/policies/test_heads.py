@@ -207,6 +207,12 @@ def test_torch_and_jax_act_alike_on_equal_noise(space):
             torch.testing.assert_close(one[1], two[1], check_dtype=False, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("low", "high"), [(2, 2), (-3e38, 3e38)])
+def test_tanh_normal_refuses_bounds_without_a_finite_width(low, high):
+    with pytest.raises(ValueError, match=r"needs bounds with low < high, whose difference is a float32, got Box"):
+        fc.heads.tanh_normal.check(ActionSpec(spaces.Box(low, high, (1,))))
+
+
 BESIDE, PAIR = r"wants \[P, 2\].*; with other outputs beside it, return a dict such as", "the head normal wants a pair"
 
 

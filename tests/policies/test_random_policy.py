@@ -121,6 +121,15 @@ def test_torch_and_jax_draw_the_same_actions(space, one_hot):
 def test_integers_of_64_bits_have_both_signs():
     action = draw(spaces.Box(-(2**63), 2**63 - 1, (1,), np.int64))["action"]
     assert abs((action > 0).double().mean() - 0.5) < 0.03
+    action = draw(spaces.Box(5, 2**64 - 1, (1,), np.uint64), steps=50)["action"].numpy()
+    assert len(np.unique(action)) > 100
+    assert 5 <= action.min() < action.max() <= 2**62
+
+
+def test_a_component_that_is_constant_has_the_log_density_0():
+    space = ActionSpec(spaces.Box(np.float32([2, -1]), np.float32([2, 1])))
+    scores = draw_actions(TORCH, space, torch.rand(20, 2), None)[1]
+    torch.testing.assert_close(scores.reshape(20, -1).sum(-1), torch.full((20,), -math.log(2)))
 
 
 MASKS = np.array([[1, 0, 1, 0, 1], [0, 0, 0, 1, 0], [1, 1, 1, 1, 1]], np.int8)

@@ -17,7 +17,7 @@ from funcollect.arguments import check_number
 from funcollect.errors import PolicyError
 from funcollect.keys import Noise
 from funcollect.messages import form
-from funcollect.policies.heads.head import Head, Outputs, Parameters
+from funcollect.policies.heads.head import Head, Outputs, Parameters, check_bounds
 from funcollect.policies.numerics import encode_choices, in_32_bits
 from funcollect.specs import ActionSpec
 from funcollect.tree import ranked
@@ -284,10 +284,11 @@ def _total(density: Any, spec: ActionSpec) -> Any:
 class Bounded(Normal):
     """Base class of heads that need the bounds of a Box."""
 
+    squashes: ClassVar[bool] = False  # whether it divides by their difference
+
     def check(self, spec: ActionSpec) -> None:
         super().check(spec)
-        if not spec.space.is_bounded():  # type: ignore[attr-defined]
-            raise ValueError(f"the head {self.name} needs bounds on every action, got {spec.space}: use normal")
+        check_bounds(self.name, spec.space, squashes=self.squashes)
 
     def _bounds(self, xp: Any, spec: ActionSpec, like: Any) -> tuple[Any, Any]:
         space: Any = spec.space
@@ -305,6 +306,7 @@ class TanhNormal(Bounded):
     """
 
     name: str = "tanh_normal"
+    squashes: ClassVar[bool] = True
 
     def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Outputs:
         raw = super().sample(xp, parameters, noise, spec)["action"]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import distributions
 
@@ -200,3 +201,13 @@ def _mode(distribution: distributions.Distribution, name: str) -> torch.Tensor:
 def summed(score: Any, dims: int) -> Any:
     """A score [...] summed over the dimensions after the first `dims`, which are independent components."""
     return score.sum(tuple(range(dims, score.ndim))) if score.ndim > dims else score
+
+
+def check_bounds(name: str, space: Any, *, squashes: bool) -> None:
+    """Raise ValueError unless a Box is bounded, and for a head that `squashes`, by ranges that float32 divides by."""
+    if not space.is_bounded():
+        raise ValueError(f"the head {name} needs bounds on every action, got {space}: use normal")
+    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    if squashes and not ((low < high) & (high - low <= np.finfo(np.float32).max)).all():
+        what = f"the head {name} needs bounds with low < high, whose difference is a float32, got {space}"
+        raise ValueError(f"{what}: leave out actions that are constant, and take other bounds")

@@ -57,9 +57,6 @@ class Skeleton:
         self._copies: dict[int, tuple[nn.Module, nn.Module]] = {}
         self._look: Look | None = None
 
-    def __reduce__(self) -> Any:
-        return Skeleton, (self._module,)
-
     def follow(self) -> None:
         """Apply the changes of the module since the last call."""
         module = self._module
@@ -80,7 +77,7 @@ class Skeleton:
 
     def _slots(self, module: nn.Module, kind: str) -> Slots:
         slots: Slots = {}
-        for prefix, part in module.named_modules():
+        for prefix, part in module.named_modules(remove_duplicate=False):  # a shared submodule has several names
             source, target = getattr(part, kind), getattr(self._copies[id(part)][1], kind)
             keys = (key for key, tensor in source.items() if tensor is not None)
             slots |= {f"{prefix}.{key}".removeprefix("."): (source, target, key) for key in keys}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
@@ -16,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from funcollect.arguments import check_call
+from funcollect.interop.memo import memo_of
 from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
 from funcollect.messages import clipped, name_of, shown
 from funcollect.policies.base import HeadedPolicy
@@ -79,6 +81,15 @@ def replaced(policy: Any, subject: Any) -> Any:
     return policy
 
 
+def apart(policies: Mapping[str, Any]) -> dict[str, Any]:
+    """The policies; a repeated one as twins over its module, since each place has parameters of its own."""
+    result: dict[str, Any] = {}
+    for name, policy in policies.items():
+        repeated = isinstance(policy, TorchBacked) and any(policy is one for one in result.values())
+        result[name] = policy.on(policy.device) if repeated else policy
+    return result
+
+
 def named(params: Any) -> dict[str, Any]:
     """Parameters by dotted name, from a module, or from a dict or TensorDict that may be nested."""
     tree = TensorDict.from_module(params) if isinstance(params, nn.Module) else params
@@ -88,8 +99,8 @@ def named(params: Any) -> dict[str, Any]:
 class TorchBacked(HeadedPolicy):
     """Base class of policies over a Torch module, or over a function with the parameters of modules it refers to.
 
-    A rollout calls the module's skeleton, a shallow copy with the tensors that `bound` gave it last. The user's module
-    is only read, so a trainer may continue to use it.
+    A rollout calls the module's skeleton, a shallow copy with the tensors that `bound` gave it last in this thread. The
+    user's module is only read, so a trainer may continue to use it.
     """
 
     backend: Literal["torch"] = "torch"
@@ -117,10 +128,20 @@ class TorchBacked(HeadedPolicy):
         """Run another module, or function, from now on."""
         if not isinstance(module, nn.Module) and (found := modules_of(module)):
             module = FunctionModule(module, found)
-        self._module, self._skeleton = module, Skeleton(module)
+        self._module = module
+        memo_of(self).pop("skeletons", None)
         self._settings = ModuleSettings(module if isinstance(module, nn.Module) else None)
         if self.device is not None and any(tensor.device != self.device for tensor in self.tensors(None).values()):
             self._check_apart(f"the policy cannot be copied to {self.device}", "move it there before")
+
+    @property
+    def _skeleton(self) -> Skeleton:
+        """That of this thread: others may bind the module to other parameters meanwhile."""
+        memo = memo_of(self)
+        own = memo.get("skeletons") or memo.setdefault("skeletons", threading.local())
+        if not hasattr(own, "skeleton"):
+            own.skeleton = Skeleton(self._module)
+        return own.skeleton  # type: ignore[no-any-return]
 
     def _check_apart(self, consequence: str, way: str) -> None:
         """Raise ValueError if the skeleton would use tensors of the user's module in place of the bound ones."""
@@ -189,6 +210,8 @@ class TorchBacked(HeadedPolicy):
 
     def _matched(self, params: Any) -> dict[str, Tensor]:
         own, given = self.tensors(None), self.by_name(params)
+        by_tensor = {id(tensor): given[name] for name, tensor in own.items() if name in given}  # one name is enough
+        given = {name: by_tensor[id(tensor)] for name, tensor in own.items() if id(tensor) in by_tensor} | given
         wanted = own.keys() & (self._skeleton.parameters.keys() | given.keys())  # buffers may be left out
         kinds = {
             name: tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for name, leaf in given.items()

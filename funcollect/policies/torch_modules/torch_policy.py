@@ -113,8 +113,9 @@ class TorchPolicy(TorchBacked):
         module = super().bound(prepared)
         if self.compiler != "inductor":
             return module
-        memo = memo_of(self)  # Torch compiles a module at its first call, and again only for another object
-        if memo.get("compiled", (None,))[0] is not module:
+        # Torch compiles a module at its first call, and again only for another object, such as that of another thread.
+        memo, compiled = memo_of(self), memo_of(self).get("compiled", (None, None))
+        if compiled[0] is not module:
             program = os.environ.get("CXX", "g++")
             if (self.run_device or torch.device("cpu")).type == "cpu" and shutil.which(program) is None:
                 raise PolicyError(
@@ -122,8 +123,8 @@ class TorchPolicy(TorchBacked):
                     "the one there is, or leave compile out"
                 )
             options: Any = {"cpp_wrapper": True} if self.torch_backend == "inductor" else None  # halves a call's cost
-            memo["compiled"] = module, torch.compile(module, backend=self.torch_backend, options=options)
-        return memo["compiled"][1]  # type: ignore[no-any-return]
+            compiled = memo["compiled"] = module, torch.compile(module, backend=self.torch_backend, options=options)
+        return compiled[1]  # type: ignore[no-any-return]
 
     def arguments(self, observation: Any, recurrent: Any) -> tuple[Any, ...]:
         """The arguments of the module."""

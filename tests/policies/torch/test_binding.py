@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -44,6 +46,29 @@ def collect(env, policy, **options):
 
 def snapshot(module):
     return {name: (tensor.data_ptr(), tensor.tolist()) for name, tensor in module.state_dict().items()}
+
+
+class Asking(nn.Linear):
+    ask = staticmethod(lambda: None)
+
+    def forward(self, x):
+        self.ask()
+        return super().forward(x)
+
+
+def test_another_thread_may_score_with_other_weights_during_a_rollout(env, monkeypatch):
+    module, main = Asking(4, 2), threading.current_thread()
+    module.load_state_dict(linear(60.0).state_dict())
+    policy = fc.torch_policy(module, head=fc.heads.categorical)
+    batch = collect(env, policy)
+    with ThreadPoolExecutor(1) as other:
+
+        def score():
+            if threading.current_thread() is main:
+                other.submit(fc.evaluate_actions, policy, None, batch).result()
+
+        monkeypatch.setattr(Asking, "ask", staticmethod(score))
+        assert collect(env, policy, params=linear(-60.0).state_dict())["action"].unique().tolist() == [0]
 
 
 def test_a_trainer_may_use_the_module_during_a_rollout(env):
@@ -123,6 +148,23 @@ def test_shared_parameters_stay_shared(env):
             return self.two(x)
 
     assert collect(env, make_policy(Tied()))["action"].unique().tolist() == [1]
+
+
+def test_a_shared_submodule_has_all_its_names(env):
+    module = nn.Sequential()
+    module.one = module.two = linear(1.0)
+    module.forward = lambda x: module.two(x)
+    policy = make_policy(module)
+    saved, once = policy.state_dict(), dict(linear(-1.0).named_parameters(prefix="one"))
+    assert list(saved) == list(module.state_dict())
+    assert collect(env, policy)["action"].unique().tolist() == [1]
+    for params in (once, {name: -value for name, value in saved.items()}):
+        policy.load(params)
+        assert collect(env, policy)["action"].unique().tolist() == [0]
+        policy.load(saved)
+        assert collect(env, policy)["action"].unique().tolist() == [1]
+    with pytest.raises(ValueError, match="holds one submodule in two places"):
+        fc.population(policy, {name: value[None] for name, value in saved.items()})
 
 
 class Uncopyable(nn.Linear):

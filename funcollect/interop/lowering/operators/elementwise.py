@@ -18,11 +18,11 @@ jnp, lax, nn, special = jax.numpy, jax.lax, jax.nn, jax.scipy.special
 
 _NAMED_ALIKE = """abs acos acosh asin asinh atan atanh bitwise_and.Tensor|Scalar|Scalar_Tensor bitwise_not
     bitwise_or.Tensor|Scalar|Scalar_Tensor bitwise_xor.Tensor|Scalar|Scalar_Tensor ceil copysign.Tensor|Scalar cos cosh
-    deg2rad exp exp2 expm1 floor floor_divide fmod.Tensor|Scalar hypot isclose isfinite isinf isnan log log10 log1p log2
+    deg2rad exp exp2 expm1 floor fmod.Tensor|Scalar hypot isclose isfinite isinf isnan log log10 log1p log2
     logaddexp logaddexp2 logical_and logical_not logical_or logical_xor maximum minimum rad2deg
     remainder.Tensor|Scalar|Scalar_Tensor round.default|decimals sin sinc sinh square tan tanh trunc"""
 _OF_FLOATS = {
-    "digamma": special.digamma,
+    "digamma": lambda x: jnp.where(x == 0, -jnp.copysign(jnp.inf, x), special.digamma(x)),
     "erf": special.erf,
     "erfc": special.erfc,
     "erfinv": special.erfinv,
@@ -31,7 +31,7 @@ _OF_FLOATS = {
     "rsqrt": lax.rsqrt,
     "sigmoid": jax.nn.sigmoid,
     "sqrt": jnp.sqrt,
-    "xlogy.Tensor|Scalar_Other|Scalar_Self": special.xlogy,
+    "xlogy.Tensor|Scalar_Other|Scalar_Self": lambda x, y: jnp.where(jnp.isnan(y), jnp.nan, special.xlogy(x, y)),
 }  # some of JAX's functions refuse integers or return integers; Torch returns floating-point numbers
 
 
@@ -70,7 +70,8 @@ def sub(x: Any, y: Any, alpha: Any = 1) -> Any:
 
 def div(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
     if rounding_mode == "floor":
-        return jnp.floor_divide(x, y)
+        whole = jnp.floor_divide(x, y)
+        return whole if _is_whole(whole) else jnp.where(y == 0, lax.stop_gradient(jnp.true_divide(x, y)), whole)
     if rounding_mode is None:
         return jnp.true_divide(x, y)
     if not (_is_whole(x) and _is_whole(y)):
@@ -88,10 +89,10 @@ def power(x: Any, y: Any) -> Any:
 
 
 def clamp(x: Any, low: Any = None, high: Any = None) -> Any:
-    """As in Torch, the gradient is 1 on a bound."""
+    """As in Torch, the gradient is 1 on a bound, and a bound may be NaN."""
     if low is not None:
-        x = jnp.where(x < low, low, x)
-    return x if high is None else jnp.where(x > high, high, x)
+        x = jnp.where((x < low) | jnp.isnan(low), low, x)
+    return x if high is None else jnp.where((x > high) | jnp.isnan(high), high, x)
 
 
 def lerp(start: Any, end: Any, weight: Any) -> Any:
@@ -156,6 +157,7 @@ TABLE: Table = {
     "add.Tensor|Scalar": lambda x, y, alpha=1: x + y if alpha == 1 else _single(x) + _scaled(alpha, y),
     "sub.Tensor|Scalar": sub,
     "div.Tensor|Tensor_mode|Scalar|Scalar_mode": div,
+    "floor_divide": lambda x, y: div(x, y, "floor"),
     "pow.Tensor_Scalar|Tensor_Tensor|Scalar": power,
     "clamp.default|Tensor clamp_min.default|Tensor": clamp,
     "lerp.Scalar|Tensor": lerp,
@@ -211,7 +213,7 @@ TABLE: Table = {
     "prelu": lambda x, weight: leaky_relu(x, by_channel(weight, x) if weight.size > 1 else weight),
     "hardsigmoid": lambda x: hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
     "hardswish": lambda x: x * (hardtanh(x + 3.0, 0.0, 6.0) / 6.0),
-    "threshold": lambda x, limit, value: jnp.where(x > limit, x, value),
+    "threshold": lambda x, limit, value: jnp.where(x <= limit, value, x),
     "glu": nn.glu,
     "softmax.int": lambda x, dim, dtype=None: nn.softmax(in_dtype(x, dtype), dim),
     "log_softmax.int": lambda x, dim, dtype=None: nn.log_softmax(in_dtype(x, dtype), dim),

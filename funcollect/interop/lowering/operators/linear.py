@@ -33,6 +33,8 @@ def addmm(bias: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1, dtype: Any =
 
 def cdist(x: Any, y: Any, p: float, mode: Any = None) -> Any:
     apart = x[..., :, None, :] - y[..., None, :, :]
+    if math.isinf(p) or p == 0:
+        return vector_norm(apart, p, -1).astype(apart.dtype)
     if p != 2:
         return (jnp.abs(apart) ** p).sum(-1) ** (1 / p)
     return root((apart**2).sum(-1))

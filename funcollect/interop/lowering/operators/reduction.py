@@ -70,7 +70,13 @@ def _with_mean(spread: Operation) -> Operation:
 
 
 def _scan(function: Operation) -> Operation:
-    return lambda x, dim, dtype=None: function(jnp.atleast_1d(x), dim, dtype=dtype).reshape(x.shape)
+    """A rule for a scan, which counts in whole numbers of JAX's own size, unless another dtype is given."""
+
+    def rule(x: Any, dim: int, dtype: Any = None) -> Any:
+        whole = int if x.dtype == bool or jnp.issubdtype(x.dtype, jnp.integer) else x.dtype
+        return function(jnp.atleast_1d(x), dim, dtype=dtype or whole).reshape(x.shape)
+
+    return rule
 
 
 def topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:  # noqa: A002

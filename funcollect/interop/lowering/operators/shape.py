@@ -223,7 +223,7 @@ TABLE: Table = {
     "scatter.src|value|reduce|value_reduce": scatter,
     "scatter_reduce.two": scatter_reduce,
     "searchsorted.Tensor|Scalar": searchsorted,
-    "index_select": lambda x, dim, index: jnp.take(x, index, dim),
+    "index_select": lambda x, dim, index: jnp.take(x, jnp.atleast_1d(index), dim),
     "index.Tensor _unsafe_index.Tensor": lambda x, indices: x[_full(indices)],
     "scatter_add": lambda x, dim, index, src: scatter(x, dim, index, src, reduce="add"),
     "select_scatter": lambda x, src, dim, index: _slices(x, dim, index, src),
