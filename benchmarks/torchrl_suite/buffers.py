@@ -292,7 +292,7 @@ DOCUMENTED = {
     "`transform=` runs before data is stored, on a copy, as in the examples of TorchRL's documentation": """
         TestRBLazyInit: lazy_init TestStorages: storage_inplace_writing_transform TestTransforms: transform_inv
     """,
-    "`ListStorage` keeps what it is given | it splits and copies a TensorDict or a tensor": "prb",
+    "`ListStorage` keeps what it is given | `extend` splits and copies a TensorDict or a tensor": "prb",
     "a wrong argument is often a `RuntimeError` | it is a `ValueError`, or a `TypeError` for a value of "
     "another type": """
         batch_errors prb_alpha_setter_validates TestBuffers: empty TestFindStartStopTraj:
