@@ -143,7 +143,7 @@ class PlayerActor(PartsActor):
     @override
     def _actor_of(self, name: str, inputs: ActorInputs) -> Actor:
         policy = self._policy.policies[name]
-        return _RecurrentPlayer(policy, inputs, int(name)) if policy.remembers(inputs.policy_state) else policy.actor(inputs)
+        return _Remembering(policy, inputs, int(name)) if policy.remembers(inputs.policy_state) else policy.actor(inputs)
 
     @override
     def act(self, t: int) -> Any:
@@ -162,7 +162,7 @@ class PlayerActor(PartsActor):
         return states, _chosen(self._movers, [columns for _, columns in finished.values()])
 
 
-class _RecurrentPlayer(Actor):
+class _Remembering(Actor):
     """A recurrent policy of one player, called step by step, since its state changes only where the player moves."""
 
     def __init__(self, policy: Policy, inputs: ActorInputs, number: int) -> None:
