@@ -143,7 +143,9 @@ class PlayerActor(PartsActor):
     @override
     def _actor_of(self, name: str, inputs: ActorInputs) -> Actor:
         policy = self._policy.policies[name]
-        return _Remembering(policy, inputs, int(name)) if policy.remembers(inputs.policy_state) else policy.actor(inputs)
+        if policy.remembers(inputs.policy_state):
+            return _Remembering(policy, inputs, int(name))
+        return policy.actor(inputs)
 
     @override
     def act(self, t: int) -> Any:
