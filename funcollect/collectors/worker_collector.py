@@ -31,7 +31,7 @@ from funcollect.core.saving import Episodes
 from funcollect.core.whole_episodes import check_limited
 from funcollect.errors import WorkerError
 from funcollect.keys import key_from_seed
-from funcollect.policies.base import parts_of
+from funcollect.policies.base import policies_of
 from funcollect.policies.torch_modules.settings import dumps
 from funcollect.policies.torch_modules.torch_backed import has_lazy_layers
 from funcollect.processes.failures import sending
@@ -87,7 +87,7 @@ class WorkerCollector(CollectorBase):
         arguments.check_number("start_timeout", self.start_timeout, positive=True, example=300)
         arguments.check_choice("on_failure", self.on_failure, get_args(OnFailure))
         self.options = options
-        if any(map(has_lazy_layers, parts_of(self.policy))):
+        if any(map(has_lazy_layers, policies_of(self.policy))):
             what = "policy has lazy layers, whose parameters each worker would draw, expected layers with parameters"
             raise ValueError(f"{what}: call the module once with an observation before")
         if is_policy(self.policy):

@@ -18,7 +18,7 @@ from funcollect.errors import LoweringError
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import default_device_type
 from funcollect.interop.memo import memo_of
-from funcollect.policies.base import parts_of
+from funcollect.policies.base import policies_of
 from funcollect.policies.by_group import GroupPolicy
 from funcollect.policies.heads.head import FromDistribution
 from funcollect.policies.jax_functions.jax_policy import is_traceable
@@ -103,7 +103,7 @@ def _env_seen_by(env: Any, policy: GroupPolicy, name: str) -> Any:
 
 def is_lowered(policy: Policy) -> bool:
     """Whether a policy, or a part of it, is a lowered one."""
-    return any(isinstance(part, LoweredPolicy) for part in parts_of(policy))
+    return any(isinstance(part, LoweredPolicy) for part in policies_of(policy))
 
 
 def lowered_for(env: Env, policy: Policy, exploration_type: ExplorationType) -> LoweredPolicy:

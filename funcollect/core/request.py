@@ -20,7 +20,7 @@ from funcollect.envs.base import observer_of
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import kind_of, shown
-from funcollect.policies.base import HeadedPolicy, parts_of
+from funcollect.policies.base import HeadedPolicy, policies_of
 from funcollect.policies.by_group import GroupPolicy
 from funcollect.policies.heads.head import Head, summed
 from funcollect.policies.tensordict_modules.calling import carries_action, read_and_written
@@ -254,14 +254,14 @@ def outputs_of_random(xp: Any, policy: Policy, spec: ActionSpec, action: Any, lo
             outputs |= {(name, *path): value for path, value in own.items()}
         return outputs
     entries = {"action_log_prob": summed(log_prob, action.ndim - len(spec.shape))}
-    for head in filter(None, map(head_of, parts_of(policy))):
+    for head in filter(None, map(head_of, policies_of(policy))):
         entries |= head.record(xp, action, spec)
     return {(name,): value for name, value in {**entries, "action": action}.items()}
 
 
 def own_action_warning(policy: Policy, random_frames: int | None) -> str:
     """Return a warning if a policy that may carry its own action is to begin with random frames; else an empty text."""
-    if not random_frames or random_frames < 0 or not any(map(_may_carry_action, parts_of(policy))):
+    if not random_frames or random_frames < 0 or not any(map(_may_carry_action, policies_of(policy))):
         return ""
     return (
         f"init_random_frames is {random_frames} with a recurrent policy that chooses its action itself: an action that "

@@ -27,7 +27,7 @@ from funcollect.arguments import check_call, checked_device
 from funcollect.errors import PluginError
 from funcollect.interop.jax_setup import default_device_type, import_jax
 from funcollect.messages import kind_of, shown
-from funcollect.policies.base import parts_of
+from funcollect.policies.base import policies_of
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.tensordict_modules.calling import initial_hidden_states
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
@@ -86,7 +86,7 @@ def _placed(policy: Policy, env: Env, place: torch.device) -> Policy:
     if isinstance(policy, TorchBacked):
         of_env = default_device_type() if env.backend == "jax" else getattr(env, "device", "cpu")
         return policy if (policy.run_device or torch.device(of_env)) == place else policy.on(place)
-    for part in parts_of(policy):
+    for part in policies_of(policy):
         if isinstance(part, RandomPolicy):
             continue
         in_jax = part.backend == "jax"

@@ -195,7 +195,7 @@ class ProtocolActor(Actor):
         return self._state, self._policy.finish(columns, self._inputs.spec)
 
 
-def parts_of(policy: Any) -> list[Any]:
+def policies_of(policy: Any) -> list[Any]:
     """The policies of which one by group or by player is made; otherwise the policy itself."""
     return [*(policy.policies.values() if isinstance(policy, PolicyBase) else ())] or [policy]
 

@@ -145,7 +145,8 @@ class PlayerActor(PartsActor):
         policy = self._policy.policies[name]
         if policy.remembers(inputs.policy_state):
             return _Remembering(policy, inputs, int(name))
-        return policy.actor(inputs)
+        actor: Actor = policy.actor(inputs)
+        return actor
 
     @override
     def act(self, t: int) -> Any:
