@@ -13,9 +13,11 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
+from funcollect.files import Uninterrupted
 from funcollect.interop.jax_setup import send_main_by_value
 from funcollect.processes.failures import Failure
 from funcollect.processes.system import SIGNS
@@ -220,7 +222,7 @@ class WorkerPool(ABC):
 
     def submit(self, call: Call) -> Call:
         """Send a call."""
-        with self.lock:
+        with self.lock, Uninterrupted():
             record = self.records[call.worker]
             if not record.calls:
                 record.silence = 0.0
@@ -266,14 +268,16 @@ class WorkerPool(ABC):
 
     def poll(self, ready: Iterable[int] | None = None) -> bool:
         """Read the answers that have arrived, or those of the workers `ready`; return whether there were any."""
-        with self.lock:
+        elsewhere = self._transport.patient
+        with self.lock, Uninterrupted() if elsewhere else nullcontext():  # in this process it may take long
             try:
                 read = sum(map(self._read, self._transport.ready(self._asked, 0) if ready is None else ready))
-                if self._transport.patient:
+                if elsewhere:
                     self._look_for_hangs()
                 return read > 0
-            except BaseException:
-                self._broken_off()
+            except BaseException as error:
+                if elsewhere or isinstance(error, Exception):  # else Ctrl-C, after which the call is made again
+                    self._broken_off()
                 raise
 
     def _broken_off(self) -> None:

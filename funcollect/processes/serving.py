@@ -114,8 +114,10 @@ class InProcessHandle(WorkerHandle):
     def receive(self) -> tuple[int, Any] | Loss | None:
         if not self._calls:
             return None
-        call = self._calls.popleft()
-        return call.number, self._answering.answer(call.name, call.args)
+        call = self._calls[0]
+        answer = self._answering.answer(call.name, call.args)  # Ctrl-C leaves the call first in the queue
+        self._calls.popleft()
+        return call.number, answer
 
     @override
     def kill(self) -> None:

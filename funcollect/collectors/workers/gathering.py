@@ -17,6 +17,7 @@ from funcollect.collectors.options import Shard
 from funcollect.collectors.workers.weights import Weights, WeightStore
 from funcollect.collectors.workers.worker import Job, RolloutReport, Worker, WorkerInfo
 from funcollect.errors import WorkerError
+from funcollect.files import Uninterrupted
 from funcollect.processes.pool import Call, FailurePolicy, Transport, WorkerPool
 from funcollect.processes.serving import InProcessTransport
 from funcollect.trajectories.final_observations import FinalObservations, attach
@@ -226,14 +227,14 @@ class Gathering(WorkerPool):
         batch = ready.take()
         del self.ready[place]
         try:
+            if ready.final is not None:
+                attach(batch, ready.final)
             if more and self._ahead:
                 self._advance(self._ahead, held=1)
         except BaseException:  # such as Ctrl-C while a worker copies weights
             self.ready.insert(place, ready._replace(take=itertools.repeat(batch).__next__))
             raise
         self.version, self.gathered = ready.version, ready.workers
-        if ready.final is not None:
-            attach(batch, ready.final)
         return batch
 
     def _deliverable(self) -> int | None:
@@ -273,16 +274,18 @@ class Gathering(WorkerPool):
                     version = 0 if self._lag is None else self.weights.sent_to(workers[0])
                     if self._lag is not None and not self._lag.holds([*self._waiting(), version], held):
                         break
-                    under_way.append(assembler.begin(version))
-                    assembler.begun += 1
+                    with Uninterrupted():
+                        under_way.append(assembler.begin(version))
+                        assembler.begun += 1
 
     def _arrive(self, assembler: BatchAssembler) -> None:
-        assembler.complete(pending := assembler.under_way[0])
-        reports: list[RolloutReport] = [call.value[-1] for call in pending.calls]
-        final = FinalObservations.joined([each.final for each in reports if each.final is not None])
-        version, workers = min(each.version for each in reports), assembler.group.workers
-        assembler.under_way.popleft()
-        self.ready.append(ReadyBatch(partial(assembler.deliver, pending), version, [*workers], final))
+        with Uninterrupted():
+            assembler.complete(pending := assembler.under_way[0])
+            reports: list[RolloutReport] = [call.value[-1] for call in pending.calls]
+            final = FinalObservations.joined([each.final for each in reports if each.final is not None])
+            version, workers = min(each.version for each in reports), assembler.group.workers
+            assembler.under_way.popleft()
+            self.ready.append(ReadyBatch(partial(assembler.deliver, pending), version, [*workers], final))
 
     def settle(self) -> None:
         """Complete the batches that have been begun, and keep them, so that no worker is at work."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from funcollect.files import Uninterrupted
 from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.policies.torch_modules.settings import PolicyChanges, unpack
 from funcollect.policies.torch_modules.torch_backed import replaced
@@ -131,7 +132,7 @@ class Weights:
 
     def send(self) -> None:
         """Send the latest weights to every worker that has copied the ones before."""
-        with self._pool.lock:
+        with self._pool.lock, Uninterrupted():
             for worker, status in self._status.items():
                 if status.sent is not None and status.sent[1].done:
                     status.copied, status.sent = status.sent[0].number, None
