@@ -2,7 +2,8 @@
 
 `by hand` steps Gymnasium's environments and keeps the columns of a batch for each step, in new memory. `step` is
 `funcollect.step`; `collector` our collector with one step of all lanes per batch, as `torchrl` is TorchRL's and `sb3`
-Stable-Baselines3's `collect_rollouts(1)`; `rollout 4` makes four steps per call. Every network is 2x64 tanh and records
+Stable-Baselines3's `collect_rollouts(1)`; `pufferlib` its `Serial` vector below the loop by hand (as
+`benchmarks.vector` installs it); `rollout 4` makes four steps per call. Every network is 2x64 tanh and records
 the log-probability. In the cells of gymnax, `by hand` is one jitted call of the policy and the step, with its reset.
 In those of `sac`, the whole program runs: see `benchmarks.contestants.sac`. In those of `replay`, one frame of each
 lane goes into a buffer, and 256 frames come out.
@@ -21,7 +22,7 @@ import torch
 from tensordict import TensorDict
 
 from benchmarks.collect import our_policy
-from benchmarks.contestants import sac, scans, steps
+from benchmarks.contestants import sac, scans, steps, uses
 from benchmarks.contestants.peers import Batches, dummy_loop, torchrl_actor, torchrl_collector
 from benchmarks.contestants.steps import CALLS
 from benchmarks.harness.report import compared
@@ -62,12 +63,16 @@ def cells() -> Iterator[Cell]:
         yield Cell(name=f"sac {name}", note=f"{sac.ENV}, one frame at a time", contestants=programs, ours=(OURS,))
     for num_envs in (1, 8):
         yield _replay_cell(num_envs)
+    for use in (uses.evaluate, uses.film, uses.evaluator, uses.search):
+        yield Cell(name=f"{use.__name__}", note=str(use.__doc__), contestants={OURS: use}, ours=(OURS,))
 
 
 def _host_cell(env_id: str, policy: str, num_envs: int) -> Cell:
     peers: dict[str, Factory] = {"by hand": partial(steps.HandSteps, env_id, num_envs, _HAND[policy])}
     if policy == "torch":
         peers["torchrl"] = partial(torchrl_collector, env_id, num_envs, 1, random=False)
+        if env_id == "CartPole-v1":
+            peers["pufferlib"] = partial(steps.PufferSteps, env_id, num_envs, steps.torch_act)
         if num_envs > 1:  # its PPO refuses a batch of one frame
             peers["sb3"] = partial(dummy_loop, env_id, num_envs, 1)
     return _cell(f"{env_id} {policy} {num_envs}", peers, partial(_host_pair, env_id, policy, num_envs), num_envs)

@@ -28,7 +28,7 @@ from benchmarks.harness.report import heading, save, setting, spread, table
 from benchmarks.harness.runner import Options
 
 NAMES = ("collect", "fused", "policies", "workers", "replay")
-COMPARED = (*NAMES, "vector", "imports", "ray", "suites")  # those that declare `cells()`
+COMPARED = (*NAMES, "step", "vector", "imports", "ray", "suites")  # those that declare `cells()`
 REPOSITORY = Path(__file__).parents[2]
 BAD = ("slower", "broken")
 LOSS = 0.05  # of speed; the summary counts the comparisons that could not have shown one

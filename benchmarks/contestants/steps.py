@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from benchmarks.contestants.loops import AHEAD, packed
 from benchmarks.contestants.networks import discrete, torch_module
@@ -93,6 +95,44 @@ class HandSteps:
     def close(self) -> None:
         for env in self._envs:
             env.close()
+
+
+class PufferSteps(HandSteps):
+    """The same, with the environments in PufferLib's `Serial`, which restarts those that are done itself."""
+
+    def __init__(self, env_id: str, num_envs: int, make_act: Callable[[Any, Tensor], Callable[[], Chosen]]) -> None:
+        import pufferlib.emulation
+        import pufferlib.vector
+
+        super().__init__(env_id, num_envs, make_act)
+        made = partial(gymnasium.make, env_id, disable_env_checker=True)
+        each = partial(pufferlib.emulation.GymnasiumPufferEnv, env_creator=made)
+        self._vector = pufferlib.vector.make(each, num_envs=num_envs, backend=pufferlib.vector.Serial)
+        self._observation[:], _ = self._vector.reset(seed=0)
+
+    @override
+    def step(self) -> Columns:
+        root = self._observation.copy()
+        with torch.no_grad():
+            _, action, log_prob = self._act()
+        following, reward, *ends, _ = self._vector.step(action.numpy())
+        terminated, truncated = (torch.from_numpy(end.astype(bool)[:, None]) for end in ends)
+        self._observation[:] = following
+        flags, after, counters = self._counters.columns(terminated, truncated)
+        beside = {"reward": torch.from_numpy(reward.astype(np.float32)[:, None]), **after}
+        return {
+            "observation": torch.from_numpy(root),
+            "action": action,
+            "action_log_prob": log_prob,
+            **flags,
+            "next": {"observation": torch.from_numpy(following.copy()), **beside},
+            "collector": counters,
+        }
+
+    @override
+    def close(self) -> None:
+        self._vector.close()
+        super().close()
 
 
 def torch_act(env: Any, rows: Tensor) -> Callable[[], Chosen]:
