@@ -240,7 +240,7 @@ class CollectorBase(RunOptions, InUse, ABC):
         devices, arguments for environments and Ray, `num_threads` and `in_process` are not saved.
         """
         saved = read_data(checked_path(path, episodes, "pass the name of a file, before create_env_fn"), _KIND)
-        cls = cls._class_named(saved["class"])
+        cls, keywords = cls._of_saved(saved["class"], (create_env_fn, policy), keywords)
         check_same_run(saved, cls, plain_keywords(keywords))
         loaded = cls(create_env_fn, policy, **{**read_back(saved["keywords"], keywords), **keywords})
         try:
@@ -251,9 +251,9 @@ class CollectorBase(RunOptions, InUse, ABC):
         return loaded
 
     @classmethod
-    def _class_named(cls, name: str) -> type[Self]:
-        """The class of a saved run; overridden by classes whose call builds another class (`front_door`)."""
-        return cls
+    def _of_saved(cls, name: str, arguments: Any, keywords: dict[str, Any]) -> tuple[type[Self], dict[str, Any]]:
+        """The class of a saved run and its keywords; overridden by classes whose call builds another (`front_door`)."""
+        return cls, keywords
 
     def _plain_keywords(self) -> dict[str, Any]:
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
@@ -311,11 +311,16 @@ class CollectorBase(RunOptions, InUse, ABC):
             what = "a function that the collector calls raised StopIteration, expected a result or another exception"
             raise RuntimeError(f"{what}: give its next(…) a default") from error
 
+    @exclusive
     def _delivered(self, batch: TensorDictBase) -> TensorDictBase:
         if self.update_statistics:
             moments = moments_of(batch, self.policy.statistics)
             self._moments = moments if self._moments is None else merge(self._moments, moments)
-        return self.options.finish(batch)
+        return self.show(self.options.finish(batch))
+
+    def show(self, batch: TensorDictBase) -> TensorDictBase:
+        """Call `post_collect_hook`, where this process runs it, and return the batch, which it may have changed."""
+        return batch
 
     def _next_frames(self) -> TensorDictBase:
         if 0 <= self.total_frames <= self.frames:

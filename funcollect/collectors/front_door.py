@@ -46,10 +46,14 @@ class _DoorBase(metaclass=_Door):
     _builds: ClassVar[Any] = CollectorBase  # the base class of the objects that a door builds
 
     @classmethod
-    def _class_named(cls, name: str) -> type[Any]:
-        """The class of a saved run with this name, if the door builds it; else the door itself."""
+    def _of_saved(cls, name: str, arguments: Any, keywords: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
+        """What `_choose` returns, if keywords of the door are given; else the class of the run, or the door itself."""
+        if keywords.keys() & {"num_collectors", "sync", "backend", "backend_options"}:
+            kind, _, keywords = cls._choose(*arguments, **keywords)  # type: ignore[attr-defined]
+            return kind, keywords
         classes: list[type[Any]] = [SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector, RayCollector]
-        return next((kind for kind in classes if kind.__name__ == name and issubclass(kind, cls._builds)), cls)
+        fitting = (kind for kind in classes if kind.__name__ == name and issubclass(kind, cls._builds))
+        return next(fitting, cls), keywords
 
 
 @collector

@@ -170,15 +170,11 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
             attach(batch, compact(batch, [*self.state.observation]))
         return batch
 
+    @override
     def show(self, batch: TensorDictBase) -> TensorDictBase:
-        """Call the hook, if there is one, and return the batch, which it may have changed."""
         if self.post_collect_hook is not None:
             self.post_collect_hook(batch)
         return batch
-
-    @override
-    def _delivered(self, batch: TensorDictBase) -> TensorDictBase:
-        return self.show(super()._delivered(batch))
 
     def _recover(self) -> bool:
         """After an interruption, begin new episodes in all lanes, since simulators may be in any state; return True."""

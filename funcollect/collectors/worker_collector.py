@@ -267,8 +267,9 @@ class WorkerCollector(CollectorBase):
     @exclusive
     def continue_run(self, saved: Mapping[str, Any], episodes: Episodes | None) -> None:
         seed = self.run.load(saved, episodes)
-        weights = dict(runners_of(runners_of(saved)[0])[0]["policy_state_dict"])
-        self._take_over(saved, seed, weights or None)
+        runners = [runners_of(each)[0] for each in runners_of(saved)]
+        newest = max(runners, key=lambda runner: int(runner["policy_version"]))
+        self._take_over(saved, seed, dict(newest["policy_state_dict"]) or None)
 
     @override
     def stats(self, workers: _View = "aggregate", *, timeout: float | None = None) -> dict[str, float]:

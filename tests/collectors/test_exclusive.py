@@ -110,6 +110,16 @@ def test_a_callback_and_a_signal_handler(name, tmp_path):
             assert_same(one, two)
 
 
+@pytest.mark.parametrize("name", ["postproc", "post_collect_hook"])
+def test_a_function_of_the_batch_before_it_is_delivered(name, tmp_path):
+    def call(batch):
+        refused(collector, tmp_path)
+        return batch
+
+    with fc.SyncDataCollector("CartPole-v1", frames_per_batch=10, **{name: call}) as collector:
+        assert [next(collector).numel() for _ in range(2)] == [10, 10]
+
+
 def test_weights_that_are_given_meanwhile_are_those_of_the_next_batch():
     policy = fc.torch_policy(Calls(lambda: collector.update_policy_weights_()), head=fc.heads.categorical)
     with fc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=5, seed=0) as collector:

@@ -361,6 +361,10 @@ def test_any_door_loads_what_another_has_saved(tmp_path):
         with door.load(tmp_path / "run", [ENV], **LOCAL) as loaded:
             assert type(loaded) is fc.MultiaSyncDataCollector
             assert_same(next(loaded), wanted)
+    with fc.Collector.load(tmp_path / "run", [ENV], num_collectors=1, sync=False, **LOCAL) as loaded:
+        assert_same(next(loaded), wanted)
+    with pytest.raises(ValueError, match="that of a MultiaSyncDataCollector, this is a MultiSyncDataCollector"):
+        fc.Collector.load(tmp_path / "run", [ENV], sync=True, num_collectors=1, **LOCAL)
     with pytest.raises(ValueError, match="that of a MultiaSyncDataCollector, this is a SyncDataCollector"):
         fc.SyncDataCollector.load(tmp_path / "run", ENV)
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -47,6 +48,17 @@ class PendingBatch(NamedTuple):
     slot: int = 0  # where it is written, for workers in processes
 
 
+def check_same_leaves(workers: Sequence[int], columns: Sequence[AbstractSet[Any]]) -> None:
+    """Raise WorkerError unless the batches of all workers have the same columns: paths, or `LeafPlace`s."""
+    for worker, mine in zip(workers, columns, strict=True):
+        if mine != columns[0]:
+            sides = mine, columns[0]
+            one, other = (sorted(".".join(getattr(each, "path", each)) for each in side) for side in sides)
+            what = f"its batch has other leaves than that of worker {workers[0]}, {one} and {other}"
+            mend = "give all workers equal spaces and policies"
+            raise WorkerError(f"worker {worker}: {what} with their dtypes and shapes: {mend}", worker)
+
+
 class BatchAssembler:
     """Makes batches of the rollouts of a group of workers, here in this process; other transports have subclasses."""
 
@@ -73,6 +85,7 @@ class BatchAssembler:
         if (join := self.group.join) is None:
             return parts[0]
         leaves, dims = [flatten(part) for part in parts], parts[0].batch_dims
+        check_same_leaves(self.group.workers, [{*each} for each in leaves])
         if join == "stack":
             whole, dims = {path: torch.stack([each[path] for each in leaves]) for path in leaves[0]}, dims + 1
         else:

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.collectors.workers.gathering import BatchAssembler, Means, PendingBatch, WorkerGroup
+from funcollect.collectors.workers.gathering import BatchAssembler, Means, PendingBatch, WorkerGroup, check_same_leaves
 from funcollect.collectors.workers.weights import WITH_WEIGHTS, FetchCall, WeightStore
 from funcollect.collectors.workers.worker import Job, Worker, copy_into, turned
 from funcollect.core.request import NOWHERE
@@ -152,12 +152,7 @@ class SlotAssembler(BatchAssembler):
         """Slots for rollouts like these, [T, P, ...]; WorkerError if they differ, or there is no memory."""
         workers, count = self.group.workers, self.group.slots
         columns = [MemoryLayout.of({path: leaf[0] for path, leaf in each.items()}).columns for each in rollouts]
-        for worker, mine in zip(workers, columns, strict=True):
-            if mine != columns[0]:
-                one, other = (sorted(".".join(column.path) for column in set(each)) for each in (mine, columns[0]))
-                what = f"its batch has other leaves than that of worker {workers[0]}, {one} and {other}"
-                mend = "give all workers equal spaces and policies"
-                raise WorkerError(f"worker {worker}: {what} with their dtypes and shapes: {mend}", worker)
+        check_same_leaves(workers, [{*each} for each in columns])
         self._layout = BatchLayout(columns[0], self.group)
         try:
             self._fd, memories = shared_memory(count, self._layout.whole.size)

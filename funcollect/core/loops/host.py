@@ -20,6 +20,7 @@ from funcollect.core.request import Request
 from funcollect.core.simulators import Simulation, SimulatorHandle, rebuild, record_of
 from funcollect.core.state import CollectorState, first_state
 from funcollect.envs.host.host_env import NOT_RECORDED, bad_info, bad_outcome, check_outcome, takes_options
+from funcollect.errors import NoResetError
 from funcollect.keys import Key
 from funcollect.policies.checks import check_32_bits
 from funcollect.protocols import Columns, HostEnv, Outcome, Policy, SnapshotSimulators
@@ -61,7 +62,12 @@ def reset(
     if options is not None:
         kept = deepcopy(dict(options))  # the caller may change theirs
         simulation.options |= {lane: (simulation.episodes[lane] + 1, kept) for lane in chosen}
-    simulation.restart(chosen)
+    episodes = [*simulation.episodes]
+    try:
+        simulation.restart(chosen)
+    except NoResetError:  # nothing was reset, so the state can still be used
+        simulation.episodes, simulation.version, simulation.busy = episodes, state.env_state.version, False
+        raise
     simulation.action_log.ages = torch.where(lanes, 0, simulation.action_log.ages)
     if simulation.carried:
         simulation.carried = None if lanes.all() else simulation.carried.without(lanes.numpy())

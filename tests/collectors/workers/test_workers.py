@@ -152,6 +152,16 @@ def test_a_module_that_draws_for_itself_draws_other_numbers_in_every_worker(name
     assert not bool((again[0] == again[1]).any())
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("order", [1, -1])
+def test_workers_whose_batches_have_other_leaves_are_named(transport, order):
+    policies = [Drawing, lambda: fc.torch_policy(torch.nn.Linear(2, 2), head=fc.heads.categorical)][::order]
+    keywords = {"create_env_fn": [Plain] * 2, "policy_factory": policies, "frames_per_batch": 20}
+    says = "worker 1: its batch has other leaves than that of worker 0"
+    with multi(SYNC, transport, **keywords) as collector, pytest.raises(fc.WorkerError, match=says):
+        next(collector)
+
+
 @LOSES_WORKERS
 def test_a_worker_that_takes_anothers_place_draws_other_numbers_than_that_did(tmp_path):
     made = [functools.partial(Failing, stumble, at=25, once=str(tmp_path / "once"))]

@@ -90,6 +90,15 @@ def test_resets_of_what_resets_itself():
     fc.testing.check_env(env, steps=30)
 
 
+def test_a_reset_that_is_refused_leaves_the_state_as_it_is():
+    for make, options in ((late, {}), (Plain, {"autoreset_mode": "SAME_STEP"})):
+        env, policy, state = fresh(make(), steps=2, **options)
+        other, its_policy, wanted = fresh(make(), steps=2, **options)
+        with pytest.raises(fc.EnvError, match="a reset within an episode"):
+            fc.reset(env, state, torch.arange(env.num_envs) == 1)
+        assert_same(fc.rollout(env, policy, state, 20)[1], fc.rollout(other, its_policy, wanted, 20)[1])
+
+
 def test_lanes_that_stayed_finished_begin_with_their_own_observation():
     vector = SyncVectorEnv([Informed] * P, autoreset_mode=SAME_STEP)
     env, policy, state = fresh(vector)
