@@ -260,7 +260,8 @@ class Slices:
         check_count("bootstrap", self.bootstrap)
         missing = self.missing
         if self.pad_output and not self.ragged:
-            raise ValueError("pad_output=True pads short slices, but no slice is short: pass strict_length=False, too")
+            what = "pad_output=True is incompatible with strict_length=True, by which no slice is short"
+            raise ValueError(f"{what}: pass strict_length=False, too")
         check_key("init_key", self.init_key)
         check_choice("over", self.over, ("trajectories", "windows"))
         check_key("truncated_key", self.truncated_key)
