@@ -33,6 +33,7 @@ RESERVED = frozenset(
     ("action", "action_log_prob", "action_unsquashed", "collector", "done", "env_params", "next", "reward")
 ) | {"terminated", "truncated"}
 
+PRESENT = "mask"  # the observation of a group whose agents come and go: which of them are there, [n] bool
 PLAYER = "current_player"  # the observation of whose turn it is, in a game where one player moves at a time
 
 # Where a batch without next observations holds those that no following frame holds; see `funcollect.next_observations`.

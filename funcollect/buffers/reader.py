@@ -29,7 +29,8 @@ class ReplayReader:
     have to be unique across lanes. Readers disturb neither each other nor the writer.
 
     Args:
-        directory: the storage's `scratch_dir`. A restarted writer creates a new file: then build a new reader.
+        directory: the storage's `scratch_dir`. After a restart, or `loads`, the writer begins a new file: then build
+            a new reader.
         sampler: a `RandomSampler`, the default, or a `SliceSampler` over trajectories.
         batch_size: the number of frames in a sample.
         generator: the source of randomness; by default Torch's global generator.

@@ -23,12 +23,11 @@ from torch import Tensor
 from funcollect.envs.base import box
 from funcollect.envs.plain_spaces import plain_actions
 from funcollect.interop.jax_setup import import_jax
-from funcollect.specs import PLAYER, Group, GroupedSpec, Space, TurnSpec
+from funcollect.specs import PLAYER, PRESENT, Group, GroupedSpec, Space, TurnSpec
 from funcollect.tree import NAMESPACE, Path, flatten, to_batch
 
 REWARD = "reward"  # the info of each group, [n] float32
 FLAGS = ("terminated", "truncated")  # of each agent, in the observation: [n, 1] bool
-PRESENT = "mask"  # in the observation, which agents are present: [n] bool
 STATE = "state"  # a shared observation, at the root
 TURNS = "turns"  # the infos of an environment in turns, each [players]
 

@@ -15,10 +15,10 @@ from typing_extensions import override
 
 from funcollect.arguments import check_choice, check_flags, check_keys, check_kind
 from funcollect.envs import agents
-from funcollect.envs.agents import PRESENT, REWARD, STATE
+from funcollect.envs.agents import REWARD, STATE
 from funcollect.envs.gymnasium_envs.adapter import from_gymnasium
 from funcollect.envs.host.host_env import SimulatedEnv
-from funcollect.specs import PLAYER, Group, Space, TurnSpec
+from funcollect.specs import PLAYER, PRESENT, Group, Space, TurnSpec
 
 _PACKAGES = {"mpe": "mpe2"}  # of families that have moved
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcollect.envs.agents import PRESENT, REWARD, there
-from funcollect.specs import Group, Leaf
+from funcollect.envs.agents import REWARD, there
+from funcollect.specs import PRESENT, Group, Leaf
 from funcollect.testing.trials import NotApplicableError, Trial, expect_rows, mended_by
 
 

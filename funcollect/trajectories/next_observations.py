@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from funcollect.specs import PRESENT
 from funcollect.trajectories.final_observations import FinalObservations, detach, is_compact
 from funcollect.trajectories.split import MASK, STEP, TRAJECTORY_IDS, assign, check_batch, optional, require
 from funcollect.tree import Path
@@ -15,7 +16,7 @@ from funcollect.tree import Path
 
 def compact(batch: TensorDictBase, paths: Sequence[Path]) -> FinalObservations:
     """Remove the next observations from an unlocked batch; return those that no following frame observes."""
-    alone = ~_followed(batch)
+    alone = ~_followed(batch) | _before_agents_leave(batch, paths)
     leaves = {path: batch.pop(("next", *path))[alone] for path in paths}
     return FinalObservations(batch[TRAJECTORY_IDS][alone], batch[STEP][alone], leaves)
 
@@ -44,16 +45,18 @@ def next_observations(batch: TensorDictBase) -> TensorDictBase:
     assert final is not None
     alone, mask = ~_followed(batch), batch.get(MASK, None)
     alone = alone if mask is None else alone & mask
-    ids, step = (batch[key][alone] for key in (TRAJECTORY_IDS, STEP))
+    sought = alone | _before_agents_leave(batch, final.leaves)
+    ids, step = (batch[key][sought] for key in (TRAJECTORY_IDS, STEP))
     row = final.find(ids.to(final.step.device), step.to(final.step.device))
-    if bool((row < 0).any()):
-        first = int((row < 0).nonzero()[0])
+    if bool((lacks := (row < 0) & alone[sought].to(row.device)).any()):
+        first = int(lacks.nonzero()[0])
         what = f"the batch lacks the frame after step {step[first]} of trajectory {ids[first]}"
         mend = "call next_observations before frames are shuffled or cut along time"
         raise ValueError(f"{what}, which has its next observation: {mend}")
+    found = torch.zeros_like(sought).masked_scatter_(sought, (row >= 0).to(sought.device))
     for path, leaf in final.leaves.items():
         following = batch[path].roll(-1, batch.batch_dims - 1)
-        assign(following, alone, leaf[row].to(following.device))
+        assign(following, found, leaf[row[row >= 0]].to(following.device))
         if mask is not None:
             assign(following, ~mask, leaf.new_zeros((), device=following.device))
         result.set(("next", *path), following)
@@ -62,6 +65,16 @@ def next_observations(batch: TensorDictBase) -> TensorDictBase:
         if name == "truncated" and batch.get((*group, "done"), None) is not None and node.get("done", None) is None:
             node.set("done", node["terminated"] | node["truncated"])
     return result
+
+
+def _before_agents_leave(batch: TensorDictBase, paths: Iterable[Path]) -> Tensor:
+    """Where an agent of a group is there for the last time: its next observation is not that of the next frame, 0."""
+    leave = torch.zeros_like(batch[STEP], dtype=torch.bool)
+    for path in paths:
+        if len(path) == 2 and path[-1] == PRESENT and batch[path].dtype == torch.bool:
+            there = batch[path].flatten(batch.batch_dims)
+            leave[..., :-1] |= (there[..., :-1, :] & ~there[..., 1:, :]).any(-1)
+    return leave
 
 
 def _followed(batch: TensorDictBase) -> Tensor:

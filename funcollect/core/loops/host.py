@@ -24,7 +24,7 @@ from funcollect.errors import NoResetError
 from funcollect.keys import Key
 from funcollect.policies.checks import check_32_bits
 from funcollect.protocols import Columns, HostEnv, Outcome, Policy, SnapshotSimulators
-from funcollect.specs import assemble
+from funcollect.specs import PRESENT, GroupedSpec, assemble
 from funcollect.trajectories.final_observations import FinalObservations, attach
 from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
 from funcollect.tree import Path
@@ -186,11 +186,23 @@ class HostStepper(Stepper):
     def _keep_final(self, t: Any, lanes: Any) -> None:
         self._final.append((t, np.asarray(lanes, np.int64), [row[lanes] for row in self._rows.values()]))
 
+    def _keep_last_of_agents(self) -> None:
+        """Keep the frames in which an agent leaves: what it observes next is left out of the following root."""
+        columns = {path: column for path, (column, _) in zip(self._rows, self.roots, strict=True)}
+        groups = self.env.action_spec.groups if isinstance(self.env.action_spec, GroupedSpec) else {}
+        leave = np.zeros_like(self._terminated)
+        for name in (name for name, group in groups.items() if group.comes_and_goes):
+            leave[:-1] |= (columns[name, PRESENT][:-1] & ~columns[name, PRESENT][1:]).any(-1)
+        t, lanes = (leave & ~(self._terminated | self._truncated)).nonzero()
+        if len(t):
+            self._final.append((t, lanes, [column[t + 1, lanes] for column in columns.values()]))
+
     @override
     def deliver(self, outputs: Columns) -> tuple[dict[str, Tensor], TensorDict]:
         check_outcome(self._outcome, self._lanes)
         if self.request.compact_obs:
             self._keep_final(self.request.length - 1, (~(self._terminated[-1] | self._truncated[-1])).nonzero()[0])
+            self._keep_last_of_agents()
         if not outputs["action",].is_cpu:
             outputs = {path: column.cpu() for path, column in outputs.items()}
         if self.policy.backend == "jax":

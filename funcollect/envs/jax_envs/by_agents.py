@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from funcollect.arguments import check_kind
 from funcollect.envs import agents
-from funcollect.envs.agents import FLAGS, PRESENT, REWARD, STATE
+from funcollect.envs.agents import FLAGS, REWARD, STATE
 from funcollect.envs.base import checked_start, fields_of
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import dtypes_and_shapes, form
 from funcollect.protocols import Transition
-from funcollect.specs import Group, GroupedSpec, Space
+from funcollect.specs import PRESENT, Group, GroupedSpec, Space
 
 ByGroup = Mapping[str, Any]  # by group, [n, ...]
 

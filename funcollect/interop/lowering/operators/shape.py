@@ -154,6 +154,14 @@ def _slices(x: Any, dim: int, at: Any, src: Any, reduce: str = "set") -> Any:
     return jnp.moveaxis(getattr(jnp.moveaxis(x, dim, 0).at[at], reduce)(moved), 0, dim)
 
 
+def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None) -> Any:
+    """The same with Torch's integers, which are cut toward zero, counted from the nearer end."""
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        return jnp.linspace(start, end, steps, dtype=dtype)
+    place, width = jnp.arange(steps), (end - start) / max(steps - 1, 1)
+    return jnp.where(place < steps // 2, start + place * width, end - (steps - 1 - place) * width).astype(dtype)
+
+
 def searchsorted(
     edges: Any, x: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
 ) -> Any:
@@ -208,7 +216,7 @@ TABLE: Table = {
     "new_ones": lambda x, shape, dtype=None: jnp.ones(shape, dtype or x.dtype),
     "scalar_tensor": jnp.asarray,
     "arange.start_step": jnp.arange,
-    "linspace": jnp.linspace,
+    "linspace": linspace,
     "linspace.Tensor_Tensor|Tensor_Scalar|Scalar_Tensor": lambda *arguments, **options: lax.stop_gradient(
         jnp.linspace(*arguments, **options)  # Torch gives the ends no gradient
     ),
