@@ -21,6 +21,7 @@ from benchmarks.harness.runner import Options, module_of
 NAMES = (
     "collect",
     "step",
+    "daily",
     "suites",
     "agents",
     "vector",

@@ -78,16 +78,16 @@ class Learner:
             value = torch.minimum(*self._values(self._targets, following, chosen)) - temperature * log_prob
             target = reward + (1 - terminated) * GAMMA * value
         loss = sum(mse_loss(value, target) for value in self._values(self._critics, observation, action))
-        _descend(self._of_critics, loss)
+        descend(self._of_critics, loss)
         chosen, log_prob = self.actor.sample(observation)
         value = torch.minimum(*self._values(self._critics, observation, chosen))
-        _descend(self._of_actor, (temperature * log_prob - value).mean())
-        _descend(self._of_temperature, (-self._log_temperature.exp() * (log_prob.detach() + self._entropy)).mean())
+        descend(self._of_actor, (temperature * log_prob - value).mean())
+        descend(self._of_temperature, (-self._log_temperature.exp() * (log_prob.detach() + self._entropy)).mean())
         for own, other in zip(self._targets.parameters(), self._critics.parameters(), strict=True):
             own.data.lerp_(other.data, TAU)
 
 
-def _descend(optimizer: torch.optim.Optimizer, loss: Any) -> None:
+def descend(optimizer: torch.optim.Optimizer, loss: Any) -> None:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
