@@ -3,7 +3,8 @@
 PPO in HalfCheetah, SAC and TD3 in Hopper (one frame for each update), DQN on Atari's screens, recurrent PPO, an
 evolution strategy and levels to begin from in a fused CartPole, IMPALA's workers, a search over tic-tac-toe, and a
 world model's recurrent policy. Networks, environments and numbers of frames are the same on both sides; SAC, TD3 and
-DQN learn, too. `lines` are those of each side's function.
+DQN learn, too. The lines are those of
+each side's function.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def cells() -> Iterator[Cell]:
     quiet_mujoco()
     for name, (module, function) in NAMES.items():
         own, hand = getattr(module, function), getattr(module, f"{function}_by_hand")
-        note = f"{_sentence(hand)} Lines: {_lines(own)}, by hand {_lines(hand)}."
-        yield _cell(name, note, own, hand)
-    note = f"{sac.ENV}, one frame for each update. Lines: {_lines(sac.ours)}, by hand {_lines(sac.by_hand)}."
-    yield _cell("SAC", note, *(partial(sac.Program, each, learns=True) for each in (sac.ours, sac.by_hand)))
+        yield _cell(f"{name} ({_lines(own)} lines, {_lines(hand)} by hand)", _sentence(hand), own, hand)
+    name = f"SAC ({_lines(sac.ours)} lines, {_lines(sac.by_hand)} by hand)"
+    programs = (partial(sac.Program, each, learns=True) for each in (sac.ours, sac.by_hand))
+    yield _cell(name, f"{sac.ENV}, one frame for each update.", *programs)
 
 
 def _cell(name: str, note: str, own: Factory, hand: Factory) -> Cell:
