@@ -3,8 +3,7 @@
 PPO in HalfCheetah, SAC and TD3 in Hopper (one frame for each update), DQN on Atari's screens, recurrent PPO, an
 evolution strategy and levels to begin from in a fused CartPole, IMPALA's workers, a search over tic-tac-toe, and a
 world model's recurrent policy. Networks, environments and numbers of frames are the same on both sides; SAC, TD3 and
-DQN learn, too. The lines are those of
-each side's function.
+DQN learn, too. The lines are those of each side's function.
 """
 
 from __future__ import annotations
