@@ -16,7 +16,7 @@ from tests.support.lowering.operator_table import PAGE, page
 from tests.support.running import SCALE, in_soak
 
 REACHED = {}
-DEAR = ("sampling", "factorisation", "solution", "complex", "selection", "convolution")
+DEAR = ("sampling", "factorisation", "solution", "complex", "selection", "convolution", "pooling")
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
