@@ -16,6 +16,7 @@ from funcollect.policies import torch_in_jax
 from tests.support.cases import mlp
 from tests.support.compare import assert_same, collect
 from tests.support.devices import each_device
+from tests.support.running import scaled
 
 CARTPOLE = "gymnax/CartPole-v1"
 pytestmark = each_device
@@ -87,7 +88,7 @@ def test_threads_do_not_read_the_weights_of_others(device):
     wanted = [fc.rollout(env, policy, state, 50, params=params)[1] for params in many]
 
     def run(params):
-        return [fc.rollout(env, policy, state, 50, params=params)[1] for _ in range(20)]
+        return [fc.rollout(env, policy, state, 50, params=params)[1] for _ in range(scaled(5))]
 
     with ThreadPoolExecutor(len(many)) as threads:
         for batch, found in zip(wanted, threads.map(run, many), strict=True):

@@ -11,7 +11,7 @@ import torch
 import funcollect as fc
 from tests.support import cases
 from tests.support.compare import collect
-from tests.support.running import once
+from tests.support.running import in_soak, once
 
 KEY = ("collector", "exploration", "epsilon")
 EACH = [0.0, 0.5, 1.0]  # of three lanes
@@ -28,8 +28,7 @@ def values(framework, epsilon):
 NAMES = ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"]
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("framework", "name"), once(["torch", "jax"], NAMES))
 def test_epsilon_acts_and_is_in_the_batch(framework, name):
     env, policy = fc.make_env(name, num_envs=16), values(framework, 0.0)
     assert dict(policy.exploration) == {"epsilon": 0.0}
@@ -56,8 +55,10 @@ PARAMS = {
 }
 
 
-@pytest.mark.parametrize("kind", PARAMS)
-def test_another_value_compiles_nothing(kind):
+@pytest.mark.parametrize(("name", "kind"), [
+    *((NAMES[0], kind) for kind in PARAMS), (NAMES[2], "small"), *in_soak((NAMES[2], kind) for kind in [*PARAMS][1:]),
+])  # fmt: skip
+def test_another_value_compiles_nothing(name, kind):
     calls = []
 
     def apply(params, x):
@@ -65,15 +66,13 @@ def test_another_value_compiles_nothing(kind):
         return x[:, :2] * jax.tree.leaves(params)[0].mean()
 
     policy = fc.jax_policy(apply, PARAMS[kind], head=fc.heads.boltzmann(1.0))
-    for name in ("gymnax/CartPole-v1", "CartPole-v1"):
-        env = fc.make_env(name, num_envs=2)
-        state = fc.init(env, policy, seed=0)
-        state, _ = fc.rollout(env, policy, state, 8)
-        traced = len(calls)
-        for temperature in (0.5, 2.0):
-            state, batch = fc.rollout(env, policy, state, 8, exploration={"temperature": temperature})
-            assert batch["collector", "exploration", "temperature"].unique().tolist() == [temperature]
-        assert len(calls) == traced
+    env = fc.make_env(name, num_envs=2)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 8)
+    traced = len(calls)
+    for temperature in (0.5, 2.0):
+        state, batch = fc.rollout(env, policy, state, 8, exploration={"temperature": temperature})
+        assert batch["collector", "exploration", "temperature"].unique().tolist() == [temperature]
+    assert len(calls) == traced
 
 
 def test_values_are_arguments_of_traced_rollouts():
@@ -161,7 +160,7 @@ def lowered(_, epsilon):
     return fc.torch_policy(cases.mlp(4, 2), head=fc.heads.epsilon_greedy(epsilon))
 
 
-MAKERS = {"function": ("torch", values), "jax": ("jax", values), "module": ("torch", lowered)}
+MAKERS = {"function": ("torch", values), "module": ("torch", lowered), "jax": ("jax", values)}
 
 
 @pytest.mark.parametrize(("kind", "name"), once(MAKERS, NAMES))

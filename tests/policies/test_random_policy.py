@@ -11,6 +11,7 @@ from funcollect.keys import draw_ahead, key_from_seed
 from funcollect.policies.numerics import TORCH, jax_numerics
 from funcollect.policies.random_policy import RandomPolicy, draw_actions
 from funcollect.specs import ActionSpec
+from tests.support.running import once
 
 
 class Endless(gymnasium.Env):
@@ -111,10 +112,8 @@ SPACES += [spaces.Box(np.float32([0, -np.inf]), np.float32([np.inf, 1])), spaces
 def test_torch_and_jax_draw_the_same_actions(space, one_hot):
     spec = ActionSpec(space, one_hot)
     noise = draw_ahead(RandomPolicy(spec).noise(spec), key_from_seed(0), np.arange(500), 0, 1)[0]
-    actions, in_jax = (
-        draw_actions(TORCH, spec, noise, None)[0],
-        draw_actions(jax_numerics(), spec, noise.numpy(), None)[0],
-    )
+    actions = draw_actions(TORCH, spec, noise, None)[0]
+    in_jax = draw_actions(jax_numerics(), spec, noise.numpy(), None)[0]
     np.testing.assert_allclose(actions, in_jax, rtol=1e-4, atol=1e-5)
 
 
@@ -135,8 +134,7 @@ def test_a_component_that_is_constant_has_the_log_density_0():
 MASKS = np.array([[1, 0, 1, 0, 1], [0, 0, 0, 1, 0], [1, 1, 1, 1, 1]], np.int8)
 
 
-@pytest.mark.parametrize("one_hot", [False, True])
-@pytest.mark.parametrize("start", [0, 4])
+@pytest.mark.parametrize(("one_hot", "start"), once([False, True], [0, 4]))
 def test_an_action_mask_is_honoured(one_hot, start):
     batch = draw(spaces.Discrete(5, start=start), masks=MASKS, one_hot=one_hot)
     chosen = batch["action"].argmax(-1) if one_hot else batch["action"] - start

@@ -95,7 +95,7 @@ class Transformer(nn.Module):
         self.embed = nn.Linear(5, 16)
         self.places = nn.Parameter(torch.randn(8, 16) / 4)
         layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.1, activation="gelu", batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
         self.head = nn.Linear(16, 3)
 
     def forward(self, history):

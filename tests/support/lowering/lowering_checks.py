@@ -1,6 +1,7 @@
 """A module and its lowered form side by side."""
 
 import math
+from functools import partial
 
 import jax
 import numpy as np
@@ -9,6 +10,8 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 from funcollect.interop.lowering.exporting import plain
+
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiles in half of the time
 
 
 def as_arguments(inputs):
@@ -74,7 +77,7 @@ def jax_gradients(lowered, inputs):
         outputs = lowered.apply(params, *jax.tree.unflatten(treedef, full))
         return weighted(jax.numpy, outputs), outputs
 
-    of_both = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+    of_both = jit(jax.grad(loss, (0, 1), has_aux=True))
     (of_params, of_inputs), outputs = of_both(lowered.prepare(), [leaves[place] for place in at])
     return lowered.restore(of_params), of_inputs, outputs
 
