@@ -10,7 +10,7 @@ pytest() {
 # At scale 1 a notebook runs from top to bottom, but trains for too short a time to learn.
 notebooks() {
     if [ "$scale" = 1 ]; then
-        export FUNCOLLECT_SCALE=0.1
+        export FUNCOLLECT_SCALE=0.05
     fi
     compile_quickly
     whole_notebooks "$@"

@@ -12,6 +12,7 @@ import funcollect as fc
 from funcollect.core.state import CollectorState
 from funcollect.tree import NAMESPACE, flatten, nest, select, to_tensordict
 from tests.support.compare import assert_same
+from tests.support.running import in_soak
 
 
 def nested_batch():
@@ -101,7 +102,7 @@ def test_a_collector_state_is_a_frozen_node_and_comes_back_whole():
     assert state.steps == 30
 
 
-@pytest.mark.parametrize("name", ["gymnax/CartPole-v1", "brax/fast", "jumanji/Snake-v1"])
+@pytest.mark.parametrize("name", ["gymnax/CartPole-v1", *in_soak(["brax/fast", "jumanji/Snake-v1"])])
 def test_the_arrays_of_a_state_over_a_jax_environment_are_leaves(name):
     env = fc.make_env(name, num_envs=2)
     policy = fc.random_policy(env)

@@ -107,7 +107,7 @@ ROWS = (
     Row("Gymnasium's `FuncEnv`", "fc.make_env(CartPoleFunctional(), num_envs=2, max_episode_steps=500)"),
     Row("Atari", 'fc.make_env("ale/Pong", num_envs=2)', "ale_py", quick=True),
     Row("Atari, ale-py's vector", _atari("NEXT_STEP"), "ale_py", quick=True),
-    Row("the same, `SAME_STEP`", _atari("SAME_STEP"), "ale_py", quick=True),
+    Row("the same, `SAME_STEP`", _atari("SAME_STEP"), "ale_py"),
     Row("EnvPool", 'fc.make_env("envpool/CartPole-v1", num_envs=2)', "envpool", quick=True),
     Row("EnvPool, asynchronous", 'fc.make_env("envpool/CartPole-v1", num_envs=4, batch_size=2)', "envpool", quick=True),
     Row("TorchRL", 'fc.make_env(lambda: GymEnv("CartPole-v1"), num_envs=2)', "torchrl"),

@@ -36,7 +36,7 @@ OVER_RAY = {
     "workers in actors": lambda policy: ray_collector(policy=policy, **ENVS, **NESTED),
 }
 HERE = [*COLLECTORS, *in_soak(MORE)]
-SAVED = [*pairwise(HERE, KINDS, [True, False])]
+SAVED = once(HERE, KINDS, [True, False])
 SAVED += [pytest.param(*each, marks=AN_EVENING_OVER_RAY) for each in pairwise(OVER_RAY, KINDS, [True, False])]
 pytestmark = [pytest.mark.usefixtures("ray_cluster_if_marked"), FORKS_OF_RAY]
 

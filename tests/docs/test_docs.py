@@ -29,8 +29,9 @@ MADE = ("_build", "benchmarks")  # by `make docs`, which may run meanwhile
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.relative_to(ROOT).parts[1] not in MADE)
 NEEDS = {"from_purejaxrl": "gymnax>=1", "from_sb3": "torchrl", "from_torchrl": "torchrl"}
 NEEDS |= {"randomness": "gymnax>=1 brax", "evaluation": "gymnax>=1", "search": "pgx"}
-# Pages that learn, that compile for long, or that start a cluster.
+# Pages that learn, that compile for long, or that start a cluster; but one, they are no guides.
 EVENING = ("from_brax", "from_purejaxrl", "from_sb3", "randomness", "changing_environments", "one_gpu", "ray")
+EVENING += ("many_simulators", "from_torchrl", "lowering", "state", "from_a_hand_written_loop")
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 NO_PROGRAMS = ("index.md", "install.md", "changelog.md")
 PROGRAMS = [page for page in PAGES if page not in REFERENCE and page.name not in NO_PROGRAMS]

@@ -17,7 +17,7 @@ from torchrl.objectives.value import GAE
 import funcollect as fc
 from tests.support.cases import LocScale, mlp
 from tests.support.compare import bits, digest, leaves
-from tests.support.running import SCALE
+from tests.support.running import SCALE, in_soak
 
 pytestmark = pytest.mark.filterwarnings("ignore:Exporting a model while:UserWarning")
 N = 48
@@ -121,7 +121,7 @@ def test_slices(case):
     assert torch.equal(steps, steps[:, :1] + torch.arange(4))
 
 
-@pytest.mark.parametrize("frames", [0, 50, 60, 101])
+@pytest.mark.parametrize("frames", [0, 60, *in_soak([50, 101])])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of TorchRL about its next version
 @pytest.mark.filterwarnings("ignore:init_random_frames .* is not exactly a multiple:UserWarning")
 def test_as_many_frames_are_random_as_in_torchrls_collector(frames):

@@ -76,15 +76,10 @@ def test_a_stale_state():
         fc.rollout(env, policy, after, 4)  # the recovered state has superseded it
 
 
-@pytest.mark.parametrize(
-    ("name", "other"),
-    [
-        ("CartPole-v1", "CartPole-v1"),
-        ("torch/CartPole-v1", "CartPole-v1"),
-        ("torch/CartPole-v1", "torch/CartPole-v1"),
-        ("gymnax/CartPole-v1", "gymnax/CartPole-v1"),
-    ],
-)
+PLACES = ("CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1")
+
+
+@pytest.mark.parametrize(("name", "other"), [("torch/CartPole-v1", "CartPole-v1"), *((each, each) for each in PLACES)])
 def test_a_state_of_another_environment(name, other):
     env, wrong = (fc.make_env(each, num_envs=3) for each in (name, other))
     state = fc.init(env, fc.random_policy(env), seed=0)

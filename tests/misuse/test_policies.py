@@ -10,6 +10,7 @@ from torch import nn
 import funcollect as fc
 from funcollect.errors import PolicyError
 from tests.support.misuse import Acting, good, linear, refused, runs, table
+from tests.support.running import in_soak
 
 HEADS = fc.heads
 WEIGHTS = {"w": jnp.zeros((4, 2))}
@@ -98,7 +99,7 @@ def recurrent(size):
     [
         ("CartPole-v1", good(), recurrent(8)),
         ("torch/CartPole-v1", recurrent(8), good()),
-        ("gymnax/CartPole-v1", recurrent(16), recurrent(8)),
+        *in_soak([("gymnax/CartPole-v1", recurrent(16), recurrent(8))]),
         ("gymnax/CartPole-v1", good_jax(), good()),
     ],
 )

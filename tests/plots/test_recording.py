@@ -151,7 +151,7 @@ def drawn(opened):
     return renderer
 
 
-@pytest.mark.parametrize("num_envs", [None, 1])
+@pytest.mark.parametrize("num_envs", [None, *in_soak([1])])
 def test_each_picture_is_of_its_state_the_terminal_ones_too(num_envs, monkeypatch, tmp_path):
     opened, pictures = [], []
     env = dataclasses.replace(counting(num_envs), renderer=drawn(opened))
@@ -214,7 +214,7 @@ def by_craftax(env, states):
 
 @pytest.mark.parametrize(("name", "options", "by_hand", "shape"), [
     pytest.param("gymnax/CartPole-v1", {}, by_gymnax, (500, 600, 3), marks=pytest.mark.needs("gymnax>=1")),
-    ("jumanji/Snake-v1", {}, by_jumanji, None),
+    pytest.param("jumanji/Snake-v1", {}, by_jumanji, None, marks=pytest.mark.evening),  # Maze is drawn below
     ("navix/Navix-Empty-5x5-v0", {"observation_fn": navix.observations.rgb}, by_navix, (240, 240, 3)),
     pytest.param("xminigrid/MiniGrid-DoorKey-5x5", {}, by_xland, None, marks=pytest.mark.evening),
     pytest.param("craftax/Craftax-Classic-Symbolic-v1", {}, by_craftax, (144, 144, 3),
