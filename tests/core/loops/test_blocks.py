@@ -89,8 +89,13 @@ def own_waits(name, starts):
     return {name: sum(each.get(name, 0) for each in counts) for name in counts[0].keys() | counts[1]}
 
 
-WAITS = [*((name, None, False) for name in NAMES), *((name, mlp, True) for name in NAMES)]
-WAITS += [("gymnax", torch_mlp, True), ("gymnax", jax_mlp, True), *in_soak((name, None, True) for name in NAMES)]
+WAITS = [
+    ("gymnax", None, False),
+    ("functions", mlp, True),
+    *in_soak([("gymnax", torch_mlp, True), ("gymnax", jax_mlp, True)]),
+]
+WAITS += in_soak(row for row in product(NAMES, [None], [False, True]) if row not in WAITS)
+WAITS += in_soak((name, mlp, True) for name in NAMES if name != "functions")
 
 
 @pytest.mark.parametrize(("name", "make", "made_each_step"), WAITS)
@@ -111,7 +116,7 @@ def test_neither_a_suite_nor_a_policy_waits_for_the_host(name, make, made_each_s
     assert loop.has_spares is not made_each_step
 
 
-BRANCHED = [("gymnax", "random", False), ("gymnax", "network", True), *in_soak([("functions", "random", True)])]
+BRANCHED = [("gymnax", "random", False), ("functions", "network", True), *in_soak([("gymnax", "network", True)])]
 BRANCHED += in_soak(product(NAMES, ["random"], [True, False]))
 
 
@@ -167,8 +172,7 @@ def test_lengths_within_an_eighth_are_one_program(monkeypatch):
         traces.append(x)
         return x @ params
 
-    env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
-    policy = fc.jax_policy(act, jnp.ones((4, 2)), head=fc.heads.categorical)
+    env, policy = Stateless(4), fc.jax_policy(act, jnp.ones((2, 3)), head=fc.heads.categorical)
     state = fc.init(env, policy, seed=0)
     for length in (30, 60):
         fc.rollout(env, policy, state, length)
@@ -191,8 +195,7 @@ def test_few_steps_of_the_blocks_are_wasted():
 
 @pytest.mark.usefixtures("blocks")
 def test_a_rollout_reads_its_steps_only_if_a_value_depends_on_them(monkeypatch):
-    env = fc.envs.from_gymnax("CartPole-v1", num_envs=2)
-    policy = fc.jax_policy(lambda params, x: x[:, :2], None, head=fc.heads.epsilon_greedy(0.1))
+    env, policy = Stateless(2), fc.jax_policy(jnp.matmul, jnp.ones((2, 3)), head=fc.heads.epsilon_greedy(0.1))
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
     seen = []
     with monkeypatch.context() as patch:

@@ -50,7 +50,7 @@ def plain():
 
 @pytest.mark.parametrize(
     ("num_envs", "options"),
-    [(None, {}), (3, {"max_frames_per_traj": 3}), *in_soak([(3, {}), (None, {"max_frames_per_traj": 3})])],
+    [(None, {"max_frames_per_traj": 3}), *in_soak([(None, {}), (3, {}), (3, {"max_frames_per_traj": 3})])],
 )
 def test_rollout_is_deliver_after_a_traced_rollout(num_envs, options):
     env = counting(num_envs)
