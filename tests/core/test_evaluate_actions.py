@@ -145,7 +145,7 @@ def test_a_random_start_and_saturated_actions_have_finite_log_probs(name):
         assert again(policy, batch.exclude("action_unsquashed")).isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["torch", "jax"])
+@pytest.mark.parametrize("kind", ["torch", *in_soak(["jax"])])
 def test_flat_samples_begin_with_their_own_recurrent_states(kind):
     policy = recurrent(kind, record=True)
     _, batch = collected(policy, fc.make_env("CartPole-v1", num_envs=4), 60)
@@ -369,7 +369,7 @@ def test_an_environment_that_is_not_known_or_known_from_traced_code():
     np.testing.assert_allclose(score, arrays["action_log_prob"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["torch", "jax"])
+@pytest.mark.parametrize("kind", ["torch", *in_soak(["jax"])])
 def test_a_part_of_a_rollout_with_the_state_before_the_whole_or_of_another_policy(kind):
     policy = recurrent(kind, record=False)
     before, batch = collected(policy, fc.make_env("CartPole-v1", num_envs=4), 8)
