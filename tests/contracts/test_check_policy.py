@@ -34,8 +34,7 @@ IDLE = {
 
 # Each kind once, those that compile in the first; those with a state are checked for all that the plain ones are.
 PLACES = [("torch/Pendulum-v1", 3), ("CartPole-v1", None)]
-PAIRS = [(kind, *PLACES[number % 2 if kind[:3] != "jax" else 0]) for number, kind in enumerate(POLICIES)]
-PAIRS = [row for row in PAIRS if row[0] != "jax_mlp"]
+PAIRS = [(kind, *PLACES[n % 2 if kind[:3] != "jax" else 0]) for n, kind in enumerate(POLICIES) if kind != "jax_mlp"]
 PAIRS += in_soak(pair for pair in ((kind, *place) for kind in POLICIES for place in PLACES) if pair not in PAIRS)
 
 

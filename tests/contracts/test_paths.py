@@ -145,8 +145,7 @@ def taken(path, env, module, head, table, **options):
     return np.concatenate(actions, 1)
 
 
-# In an evening every path. Otherwise Inductor, whose program is the same in each loop, compiles once, and a recurrent
-# network takes one path of each loop and each way but those.
+# Inductor, whose program is the same in each loop, compiles once; recurrent networks take a path of each loop.
 ALL = [path for path in PATHS if SCALE > 1 or path[1] != "inductor" or path[0] == "host"]
 FEW = [("host", "xla"), ("torch", "jax"), ("jax", "eager"), ("jax", "jax"), ("jax", "traced")]
 RECURRENT = PATHS if SCALE > 1 else FEW

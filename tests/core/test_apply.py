@@ -164,9 +164,7 @@ def test_a_function_that_raises_names_the_lane_and_a_recovery_goes_on():
         fc.close(state)
 
 
-@pytest.mark.parametrize(
-    "name", ["torch/CartPole-v1", "envpool/CartPole-v1", "vector", *in_soak(["gymnax/CartPole-v1"])]
-)
+@pytest.mark.parametrize("name", ["torch/CartPole-v1", "envpool/CartPole-v1", "vector", *in_soak(["pgx/tic_tac_toe"])])
 def test_environments_without_an_object_for_each_lane_are_refused(name):
     kwargs = {"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED}
     vector = {"vector": gymnasium.make_vec("CartPole-v1", 2, "sync", vector_kwargs=kwargs)}

@@ -387,10 +387,7 @@ def test_a_part_of_a_rollout_with_the_state_before_the_whole_or_of_another_polic
         again(policy, batch, policy_state=other)
 
 
-DTYPES = ["int8", "int64", "uint16", "uint64", *in_soak(["int16", "int32", "uint8", "uint32"])]
-
-
-@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("kind", ["int8", "int64", "uint16", "uint64", *in_soak(["int16", "int32", "uint8", "uint32"])])
 def test_discrete_actions_of_every_integer_dtype(kind):
     for space in (spaces.Discrete(3, start=1, dtype=kind), spaces.MultiDiscrete([3, 2], dtype=kind)):
         env = fc.make_env(partial(Acting, space), num_envs=2)

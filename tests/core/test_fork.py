@@ -22,6 +22,8 @@ from tests.support.running import SCALE, in_soak, once, pairwise, scaled
 
 VALUES = ["torch/CartPole-v1", "torch/Pendulum-v1", "gymnax/CartPole-v1"]
 FEW = KINDS if SCALE == 1 else POLICIES  # those left out have no state of another kind
+OLD = [*once(POLICIES, (None, 3), VALUES[:2]), ("jax_recurrent", 3, VALUES[2])]
+OLD += in_soak(row for row in product(POLICIES, (None, 3), VALUES[2:]) if row not in OLD)
 
 
 @pytest.mark.parametrize(("name", "kind", "num_envs", "copied"), pairwise(ENVS, FEW, (None, 3), COPIES))
@@ -92,10 +94,6 @@ def test_a_finished_lane_is_finished_in_the_copy(name, copied):
     twin.state = COPIES[copied](env, collector.policy, collector.state)
     for _ in range(3):
         assert_same(next(collector), next(twin))
-
-
-OLD = [*once(POLICIES, (None, 3), VALUES[:2]), ("jax_recurrent", 3, VALUES[2])]
-OLD += in_soak(row for row in product(POLICIES, (None, 3), VALUES[2:]) if row not in OLD)
 
 
 @pytest.mark.parametrize(("kind", "num_envs", "name"), OLD)

@@ -112,7 +112,7 @@ def test_neither_a_suite_nor_a_policy_waits_for_the_host(name, make, made_each_s
     assert loop.has_spares is not made_each_step
 
 
-BRANCHED = [("gymnax", "random", False), ("functions", "random", True), *in_soak([("gymnax", "network", True)])]
+BRANCHED = [("gymnax", "random", False), *in_soak([("gymnax", "network", True)])]  # test_fused_policies.py unrolls
 BRANCHED += in_soak(product(NAMES, ["random"], [True, False]))
 
 
