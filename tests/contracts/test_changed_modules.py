@@ -32,9 +32,7 @@ def assert_acts(net, batch, what):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # Inductor's import
-@pytest.mark.filterwarnings(
-    "ignore:(Tensor)?Net writes its buffers .*weight.0._u:UserWarning"
-)  # as a spectral norm does
+@pytest.mark.filterwarnings("ignore:(Tensor)?Net writes its buffers .*weight.0._u:UserWarning")  # a spectral norm
 @pytest.mark.parametrize("loop", LOOPS)
 def test_every_change_acts_at_the_next_rollout(loop):
     name, compiler = LOOPS[loop]

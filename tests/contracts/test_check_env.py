@@ -88,8 +88,9 @@ GOOD = {
 }
 
 
-# "jax" and the page "Your own environment" are JAX environments, too, and each compiles for seconds.
+# "jax" and the page "Your own environment" are JAX environments, too; others differ from one here by what they hold.
 SLOW = ("atari", "jax single", "jax functions", "jax game of two", "jax, cached resets", "agents in JAX")
+SLOW += ("box2d", "gymnasium list", "gymnasium instance", "gymnasium same starts", "torch without ends")
 
 
 @pytest.mark.parametrize("name", [name for name in GOOD if name not in SLOW] + in_soak(SLOW))

@@ -44,6 +44,7 @@ def test_a_batch_of_one_equals_a_single_environment(name, kind):
     assert_same(collect(*pair(name, kind, None), 90), collect(*pair(name, kind, 1), 90)[0])
 
 
+@pytest.mark.evening  # `make test` has the bits of runs in other processes in tests/test_frozen.py
 def test_another_process_gives_the_same_bits():
     """One whose hashes differ, and whose JAX dispatches as it does unless told otherwise."""
     environment = os.environ | {"PYTHONHASHSEED": "17", "JAX_CPU_ENABLE_ASYNC_DISPATCH": "true"}

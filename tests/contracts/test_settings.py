@@ -27,8 +27,8 @@ def drawn_by_keys(params, observation, keys):
     return jax.vmap(lambda key: (jax.random.normal(key, (3,)).sum() > 0).astype(jnp.int32))(keys)
 
 
-def drawn_by_key(params, observation, key):
-    return jax.random.randint(key, (len(observation),), 0, 2)
+def scored_by_key(params, observation, key):
+    return observation @ params + jax.random.normal(key, (len(observation), 2))
 
 
 def drawing(name, env):
@@ -37,9 +37,8 @@ def drawing(name, env):
     if name in ("CartPole-v1", GYMNAX):
         yield fc.jax_policy(drawn_by_keys, jnp.zeros(()))
     if name == GYMNAX or (name == "CartPole-v1" and SCALE > 1):
-        yield fc.jax_policy(drawn_by_key, jnp.zeros(()))
         head = fc.heads.from_distribution(distrax_like, "logits")
-        yield fc.jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=head)
+        yield fc.jax_policy(scored_by_key, jnp.ones((4, 2)), head=head)
 
 
 def distrax_like(logits):

@@ -118,7 +118,7 @@ def add_bonus(lane, number):
 
 
 @pytest.mark.parametrize("options", [{}, *in_soak([{"num_workers": 1}])], ids=str)
-@pytest.mark.parametrize("steps", [300, *in_soak([3])])
+@pytest.mark.parametrize("steps", [100, *in_soak([300, 3])])
 def test_a_game_is_changed_and_copied_as_it_was_changed(steps, options):
     env, policy, state = fresh(lambda: Bonus(gymnasium.make("ale_py:ALE/Pong-v5")), num_envs=2, **options)
     state, batch = fc.rollout(env, policy, state, steps)
@@ -164,7 +164,7 @@ def test_a_function_that_raises_names_the_lane_and_a_recovery_goes_on():
         fc.close(state)
 
 
-@pytest.mark.parametrize("name", ["torch/CartPole-v1", "gymnax/CartPole-v1", "envpool/CartPole-v1", "vector"])
+@pytest.mark.parametrize("name", ["torch/CartPole-v1", "envpool/CartPole-v1", "vector", *in_soak(["pgx/tic_tac_toe"])])
 def test_environments_without_an_object_for_each_lane_are_refused(name):
     kwargs = {"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED}
     vector = {"vector": gymnasium.make_vec("CartPole-v1", 2, "sync", vector_kwargs=kwargs)}

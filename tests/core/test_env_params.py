@@ -62,7 +62,7 @@ def gains(batch):
     return batch["observation"][..., 1], batch["next", "observation"][..., 1]
 
 
-@pytest.mark.parametrize("kind", ["jax", "torch", *in_soak(["random"])])
+@pytest.mark.parametrize("kind", ["jax", *in_soak(["torch", "random"])])
 def test_at_once_it_acts_in_the_current_episode_and_in_the_next_start(kind):
     env, policy, state = begun(kind)
     state, _ = fc.rollout(env, policy, state, 2)
@@ -81,7 +81,7 @@ def test_at_once_it_acts_in_the_current_episode_and_in_the_next_start(kind):
     assert gains(batch)[0][:, 1:].eq(each).all()
 
 
-@pytest.mark.parametrize(("kind", "new"), once(["torch", "jax"], [3.0, [3.0, 4.0, 5.0]]))
+@pytest.mark.parametrize(("kind", "new"), once(["jax", *in_soak(["torch"])], [3.0, [3.0, 4.0, 5.0]]))
 def test_from_the_next_episode_on(kind, new):
     env, policy, state = begun(kind)
     state, _ = fc.rollout(env, policy, state, 2)
@@ -121,7 +121,7 @@ def test_runs_are_the_same_however_they_are_cut_and_old_states_stay():
     env, policy, state = begun("jax")
     state = fc.set_env_params(env, state, PARAMS | {"wind": jnp.arange(6.0).reshape(3, 2)})
     _, whole = fc.rollout(env, policy, state, 12)
-    after, cut = rollouts(env, policy, state, (1, 2, 9))
+    after, cut = rollouts(env, policy, state, (2, 10))
     assert_same(cut, whole.clone())
     forked = fc.recover(env, fc.fork(env, after))
     _, batch = fc.rollout(env, policy, forked, 2)
@@ -146,8 +146,7 @@ def test_states_are_saved_with_them(change, episodes, tmp_path):
 
 
 def test_collectors_pass_them_on_and_save_them(tmp_path):
-    env = make()
-    policy = jax_mlp(env)
+    env, policy = pair("jax")
     keywords = {"frames_per_batch": 15, "seed": 0}
     with fc.SyncDataCollector(env, policy, **keywords) as collector:
         next(collector)
@@ -159,7 +158,7 @@ def test_collectors_pass_them_on_and_save_them(tmp_path):
         wanted = next(collector)
     with fc.SyncDataCollector.load(tmp_path / "run", make(), policy) as collector:
         assert_same(next(collector), wanted)
-    with fc.SyncDataCollector(make(), policy, **keywords) as collector:
+    with fc.SyncDataCollector(env, policy, **keywords) as collector:
         collector.load_state_dict(saved)
         assert next(collector)["next", "reward"][:, -1, 0].tolist() == [2.0, 3.0, 4.0]
 

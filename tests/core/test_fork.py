@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import gymnasium
 import jax
@@ -17,12 +18,15 @@ from tests.support.cases import ENVS, KINDS, POLICIES, make_env, pair
 from tests.support.compare import COPIES, assert_same, fresh, rollouts
 from tests.support.envs.own_envs import HostWalk, SnapshotWalkers, Walkers
 from tests.support.misuse import Rigged
-from tests.support.running import once, pairwise, scaled
+from tests.support.running import SCALE, in_soak, once, pairwise, scaled
 
 VALUES = ["torch/CartPole-v1", "torch/Pendulum-v1", "gymnax/CartPole-v1"]
+FEW = KINDS if SCALE == 1 else POLICIES  # those left out have no state of another kind
+OLD = [*once(POLICIES, (None, 3), VALUES[:2]), ("jax_recurrent", 3, VALUES[2])]
+OLD += in_soak(row for row in product(POLICIES, (None, 3), VALUES[2:]) if row not in OLD)
 
 
-@pytest.mark.parametrize(("name", "kind", "num_envs", "copied"), pairwise(ENVS, POLICIES, (None, 3), COPIES))
+@pytest.mark.parametrize(("name", "kind", "num_envs", "copied"), pairwise(ENVS, FEW, (None, 3), COPIES))
 def test_a_copy_goes_the_way_of_the_original(name, kind, num_envs, copied):
     env, policy = pair(name, kind, num_envs)
     state, _ = rollouts(env, policy, fc.init(env, policy, seed=0), [25, 1, 17])
@@ -51,7 +55,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize(("name", "copied", "seed"), pairwise(SOURCES, COPIES, range(scaled(2))))
+@pytest.mark.parametrize(("name", "copied", "seed"), once(SOURCES, COPIES, range(scaled(2))))
 def test_copies_of_lanes_of_any_age(name, seed, copied):
     """Lanes reset by themselves, by a mask and by a limit; copies of copies; copies of states just begun."""
     env = SOURCES[name]()
@@ -92,7 +96,7 @@ def test_a_finished_lane_is_finished_in_the_copy(name, copied):
         assert_same(next(collector), next(twin))
 
 
-@pytest.mark.parametrize(("kind", "num_envs", "name"), once(POLICIES, (None, 3), VALUES))
+@pytest.mark.parametrize(("kind", "num_envs", "name"), OLD)
 def test_an_old_state_over_values_gives_the_same_answer_again(name, kind, num_envs):
     env, policy, old = fresh(*pair(name, kind, num_envs), steps=13)
     kept = fc.reset(env, old)

@@ -119,11 +119,10 @@ def test_values_in_jax_inside_and_outside_of_jit_and_vmap(recurrent):
         found, wanted, _ = train(params, key)
         return found.sum(), (found, wanted)
 
-    slope, (found, wanted) = jax.jit(jax.grad(valued, has_aux=True))(policy.params, jax.random.key(1))
-    assert found.shape == (40, 3)
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    slopes = jax.jit(jax.vmap(jax.grad(valued, has_aux=True), (None, 0)))
+    slope, (found, wanted) = slopes(policy.params, jax.random.split(jax.random.key(1), 2))
+    assert found.shape == (2, 40, 3)
     assert not slope.any()
-    found, wanted, _ = jax.jit(jax.vmap(train, (None, 0)))(policy.params, jax.random.split(jax.random.key(1), 2))
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 40, max_frames_per_traj=13)
     arrays = fc.interop.to_jax(batch.contiguous())
@@ -132,7 +131,7 @@ def test_values_in_jax_inside_and_outside_of_jit_and_vmap(recurrent):
 
 
 def test_other_counts_of_ends_compile_nothing():
-    env, calls = fc.make_env("gymnax/CartPole-v1", num_envs=3), []
+    env, calls = fc.make_env("CartPole-v1", num_envs=3), []
 
     def apply(params, x):
         calls.append(1)

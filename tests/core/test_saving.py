@@ -22,12 +22,12 @@ from tests.support.compare import assert_same, by_file, fresh
 from tests.support.envs.counting import Counting
 from tests.support.envs.jax_suites import SUITES
 from tests.support.misuse import refused
-from tests.support.running import in_soak
 
 NAMES = ("CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1")
 
 
-@pytest.mark.parametrize("name", ["gymnax", *in_soak(name for name in SUITES if name != "gymnax")])
+@pytest.mark.evening  # the next test does it with gymnax
+@pytest.mark.parametrize("name", SUITES)
 def test_every_jax_suite_continues(name):
     env, policy, state = fresh(SUITES[name]().env, seed=4, steps=13)
     copy = by_file(env, policy, state)

@@ -22,7 +22,7 @@ import funcollect as fc
 from funcollect.core import api
 from funcollect.core.saving import counts_in, go_on, resume, snapshot
 from tests.support.compare import assert_same, fresh
-from tests.support.running import once
+from tests.support.running import in_soak, once
 
 NAMES = ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"]
 PATH = ("x",)
@@ -30,7 +30,7 @@ CHANGES = {"__setitem__": (PATH, 1), "__delitem__": (PATH,), "update": ({PATH: 1
 CHANGES |= {"pop": (PATH,), "popitem": (), "setdefault": (PATH, 1), "clear": ()}
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=NAMES, scope="module")
 def state(request):
     _, _, state = fresh(request.param, num_envs=2, steps=3)
     yield state
@@ -198,13 +198,13 @@ def test_a_torch_environment_with_leaves_that_cannot_be_selected_by_lane(wrap, g
 
 @pytest.mark.parametrize("name", ["torch/CartPole-v1", "gymnax/CartPole-v1"])
 def test_the_state_of_an_environment_is_replaced_with_its_observation(name):
-    env, policy, first = fresh(name, num_envs=2, steps=3)
-    later, batch = fc.rollout(env, policy, first, 4)
+    env, policy, first, _ = two_states(name)
+    later, batch = fc.rollout(env, policy, first, 5)
     with pytest.raises(ValueError, match=r"env_state without observation, expected both: .* pass observation"):
         later.replace(env_state=first.env_state)
     assert later.replace(env_state=later.env_state).env_state is later.env_state
     back = later.replace(env_state=first.env_state, observation=first.observation)
-    _, again = fc.rollout(env, policy, back, 1)
+    _, again = fc.rollout(env, policy, back, 5)
     assert torch.equal(again["observation"][:, 0], batch["observation"][:, 0])
 
 
@@ -267,7 +267,9 @@ def test_states_that_do_not_show_their_observation_come_with_it():
     assert np.array_equal(there.observation["observation",][0], early.observation["observation",][0])
 
 
-@pytest.mark.parametrize("name", ["gymnax/Pendulum-v1", "torch/Pendulum-v1", "brax/fast", "pgx/tic_tac_toe"])
+@pytest.mark.parametrize(
+    "name", ["torch/Pendulum-v1", "brax/fast", "pgx/tic_tac_toe", *in_soak(["gymnax/Pendulum-v1"])]
+)
 def test_states_show_the_observations_of_their_steps(name):
     env, _, _, late = two_states(name, num_envs=2)
     again = fc.reset(env, late, to=late.env_state)

@@ -13,7 +13,7 @@ from funcollect.core.loops import eager
 from tests.support.cases import mlp, torch_mlp
 from tests.support.compare import assert_same, fresh, leaves
 from tests.support.envs.jax_counting import counting
-from tests.support.running import entered
+from tests.support.running import entered, in_soak, scaled
 
 SOLO = {"exploration_type": fc.ExplorationType.DETERMINISTIC}
 
@@ -71,7 +71,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(scaled(2)))
 def test_an_open_state_gives_what_a_copy_of_it_gives(number):
     """Any calls in any order, over two pairs. A pickled copy has no open loop."""
     env, generator = fc.envs.CartPole(num_envs=3), torch.Generator().manual_seed(number)
@@ -193,7 +193,7 @@ def ctrl_c(*_, **__):
     raise KeyboardInterrupt
 
 
-@pytest.fixture(scope="module", params=["jax", "torch"])
+@pytest.fixture(scope="module", params=["jax", *in_soak(["torch"])])
 def open_pair(request):
     env, policy, state = fresh("gymnax/CartPole-v1", linear(request.param), num_envs=3)
     return request.param, env, policy, steps(env, policy, state, 3)[0]

@@ -22,7 +22,7 @@ from funcollect.interop.memory import reads_together
 from tests.support.cases import HIDDEN, Recurrent, mlp, torch_mlp
 from tests.support.compare import assert_same, fresh, rollouts
 from tests.support.devices import NoReads, capture_on_the_cpu
-from tests.support.running import once, pairwise
+from tests.support.running import in_soak, once, pairwise
 
 CARTPOLE, PENDULUM = "torch/CartPole-v1", "torch/Pendulum-v1"
 
@@ -90,7 +90,7 @@ CHECKED = [{}, {"max_frames_per_traj": 2}, {"exploration_type": fc.ExplorationTy
 
 
 @pytest.mark.filterwarnings("ignore:Counting writes its buffers")
-@pytest.mark.parametrize(("name", "num_envs", "kwargs"), pairwise(MODULES, [None, 4], CHECKED))
+@pytest.mark.parametrize(("name", "num_envs", "kwargs"), once(MODULES, [None, 4], CHECKED))
 def test_data_are_those_of_the_eager_loop(name, num_envs, kwargs, monkeypatch):
     def run(compiler):
         env, policy = pair(name, compiler, num_envs)
@@ -156,7 +156,7 @@ def test_an_environments_own_noise_and_parameters(monkeypatch):
     assert len(captures) == 2  # of 8 steps and of 2, for all seeds and parameters
 
 
-@pytest.mark.parametrize("name", ["network", "recurrent"])
+@pytest.mark.parametrize("name", ["recurrent", *in_soak(["network"])])
 def test_lanes_that_stay_finished_and_random_steps(name, monkeypatch):
     def batches(compiler):
         env, policy = pair(name, compiler)

@@ -18,7 +18,7 @@ from tests.support.devices import forbid_waits
 from tests.support.running import in_soak
 
 LENGTH = 40
-CUTS = (1, 2, 7, 30)
+CUTS = (1, 9, 30)
 KINDS = (torch_mlp, torch_normal, torch_recurrent, tensordict_actor, tensordict_module, lambda env: ByHand())
 
 
@@ -46,7 +46,7 @@ def eager(policy):
 
 @pytest.mark.parametrize(
     ("num_envs", "options"),
-    [(None, {}), (3, {"max_frames_per_traj": 5}), (3, {"reset_when_done": False}), *in_soak([(3, {})])],
+    [(None, {"max_frames_per_traj": 5}), (3, {"reset_when_done": False}), *in_soak([(None, {}), (3, {})])],
 )
 def test_gives_what_the_fused_loop_gives(num_envs, options):
     env = from_gymnax("CartPole-v1", num_envs=num_envs)
@@ -70,13 +70,13 @@ def test_cuts_change_nothing(cartpole, make):
 
 def test_a_state_is_a_value(cartpole):
     policy = eager(torch_recurrent(cartpole))
-    state, _ = fc.rollout(cartpole, policy, fc.init(cartpole, policy, seed=0), 8)
-    _, first = fc.rollout(cartpole, policy, state, 20)
+    state, _ = fc.rollout(cartpole, policy, fc.init(cartpole, policy, seed=0), 9)
+    _, first = fc.rollout(cartpole, policy, state, 30)
     kept = {path: bits(leaf) for path, leaf in leaves(first).items()}
     for leaf in leaves(first.clone(False)).values():
         if leaf.stride(-1) or leaf.ndim == 0:
             leaf.untyped_storage().fill_(1)
-    _, second = fc.rollout(cartpole, policy, fc.fork(cartpole, state), 20)
+    _, second = fc.rollout(cartpole, policy, fc.fork(cartpole, state), 30)
     assert {path: bits(leaf) for path, leaf in leaves(second).items()} == kept
 
 

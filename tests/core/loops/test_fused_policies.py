@@ -170,7 +170,7 @@ REFUSED = {  # of a Box or a Discrete space, by a head or none
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("what", [what for what in REFUSED if what != "a NaN pair"] + in_soak(["a NaN pair"]))
 def test_a_wrong_answer_is_named_and_the_state_stays_good(what):
     box, head, apply, says = REFUSED[what]
     (env, random), policy = easy(box), fc.jax_policy(apply, 0.0, head=head)
@@ -220,8 +220,9 @@ def planner(**own):
     return fc.jax_policy(plan, jnp.zeros(()), head=fc.heads.categorical, reads_env_state=True, **own)
 
 
+PLANNER = planner()
 POLICIES = {
-    "plain": planner,
+    "plain": lambda: PLANNER,
     "recurrent": lambda: planner(initial_state=jnp.zeros(())),
     "population": lambda: fc.population(planner(), jnp.zeros(2)),
     "normalized": lambda: fc.normalized(planner(), fc.running_statistics.init(ENV.observation_space, backend="jax")),
@@ -231,19 +232,18 @@ POLICIES = {
 @pytest.mark.parametrize("kind", POLICIES)
 def test_a_one_step_planner_earns_every_reward(kind):
     policy = POLICIES[kind]()
-    _, batch = fc.rollout(ENV, policy, fc.init(ENV, policy, seed=0), 20)
-    assert batch["next", "done"].sum() == 4 * 5
+    _, batch = fc.rollout(ENV, policy, fc.init(ENV, policy, seed=0), 16)
+    assert batch["next", "done"].sum() == 4 * 4
     assert (batch["next", "reward"] == 1).all()
 
 
 def test_each_loop_passes_the_state_of_its_step(monkeypatch):
-    policy = planner()
-    state = fc.init(ENV, policy, seed=0)
-    _, wanted = fc.rollout(ENV, policy, state, 20)
-    traced = jax.jit(lambda params, state: fc.traced.rollout(ENV, policy, params, state, 20)[1])
+    policy, state = PLANNER, fc.init(ENV, PLANNER, seed=0)
+    _, wanted = fc.rollout(ENV, policy, state, 16)
+    traced = jax.jit(lambda params, state: fc.traced.rollout(ENV, policy, params, state, 16)[1])
     assert_close(fc.deliver(traced(policy.params, state), ENV), wanted)
     monkeypatch.setattr(over_jax, "waits_for_host", lambda place: True)  # as on a GPU, in blocks
-    assert_close(fc.rollout(ENV, policy, fc.init(ENV, policy, seed=0), 20)[1], wanted)
+    assert_close(fc.rollout(ENV, policy, fc.init(ENV, policy, seed=0), 16)[1], wanted)
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
@@ -257,7 +257,7 @@ def test_other_environments_are_refused(name):
 
 
 def test_what_has_no_states_is_refused():
-    _, batch = fc.rollout(ENV, planner(), fc.init(ENV, planner(), seed=0), 4)
+    _, batch = fc.rollout(ENV, PLANNER, fc.init(ENV, PLANNER, seed=0), 16)
     with pytest.raises(TypeError, match="which a batch does not hold"):
         fc.evaluate_actions(planner(), None, fc.interop.to_jax(batch), env=ENV)
     with pytest.raises(TypeError, match=r"a function \(params, observation, env_state\) -> answer"):

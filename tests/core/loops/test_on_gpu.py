@@ -82,7 +82,7 @@ def test_cuts_of_the_fused_loop_change_nothing(device):
     assert_same(collect(env, policy, 16), collect(env, policy, 1, 2, 13))  # of which only 16 steps are unrolled
 
 
-@each_device
+@pytest.mark.parametrize("device", GPU_FIRST)  # on the CPU, test_blocks.py has a collector that goes on
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("policy", [fc.torch_policy(mlp(4, 2), head=fc.heads.categorical), *in_soak([None])])
 def test_a_state_gives_the_same_answer_again_and_a_collector_uses_its_own_up(policy, device):

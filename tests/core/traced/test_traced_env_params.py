@@ -12,7 +12,7 @@ from gymnasium import spaces
 import funcollect as fc
 from tests.core.test_env_params import PARAMS, make
 from tests.support.compare import assert_same, compilations
-from tests.support.running import once
+from tests.support.running import in_soak, once
 
 KEY = jnp.array([0, 7], jnp.uint32)  # the key of seed=7
 GAINS = jnp.array([[2.0, 3.0, 4.0], [5.0, 5.0, 6.0], [7.0, 8.0, 9.0]])  # for three updates and three lanes
@@ -75,7 +75,7 @@ def test_vmap_over_seeds_each_with_levels_of_its_own_compiles_once():
     assert not seen
 
 
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("at_once", [False, *in_soak([True])])
 def test_gymnax_holds_for_each_lane_only_what_changes(at_once):
     env = fc.make_env("gymnax/CartPole-v1", num_envs=3, param_keys=["gravity", "length"])
     policy = fc.random_policy(env)
