@@ -75,4 +75,4 @@ def test_torchrls_own_environment_and_a_policy_for_the_group():
     rows = fc.agents_as_rows(collect(env, policy, 12), "agent")
     assert rows.batch_size == (3, 2, 12)
     assert rows["next", "done"][:, :, 4].all()
-    assert "same_seed" in fc.testing.check_env("vmas/navigation", num_envs=3, max_episode_steps=5, steps=30).passed
+    assert "same_seed" in fc.testing.check_env("vmas/navigation", num_envs=3, max_episode_steps=5, steps=12).passed
