@@ -98,7 +98,7 @@ def test_slices_and_frames_are_uniform(length):
 def test_extend_writes_in_place_and_runs_in_a_scan():
     env = counting(4)
     policy = fc.random_policy(env)
-    state = fc.traced.init(env, policy, None, key=jax.random.PRNGKey(0))
+    state = jax.jit(lambda key: fc.traced.init(env, policy, None, key=key))(jax.random.PRNGKey(0))
     shapes = jax.eval_shape(lambda state: fc.traced.rollout(env, policy, None, state, 5)[1], state)
     ring = fc.jax_ring.init(shapes, steps=12, lanes=4)
 

@@ -272,22 +272,19 @@ def test_when_a_lane_ends(done):
     assert torch.equal(ended, ~present.any(-1) if done == "all" else ~present.all(-1))
 
 
-@pytest.mark.parametrize(
-    ("do", "error", "says"),
-    [
-        (lambda: made(groups={"ant": ["ant_0"]}), ValueError, "expected every agent of .*'bee_0'.* once"),
-        (lambda: made(groups={"x": ["ant_0", "ant_1", "bee_0"]}), ValueError, "'x' holds bee_0 .* groups of their own"),
-        (lambda: made(groups={"state": ["ant_0", "ant_1"], "b": ["bee_0"]}), ValueError, "a group is named 'state'"),
-        (lambda: made(done="one"), ValueError, "done must be one of"),
-        (lambda: fc.make_env("pettingzoo/mpe/no_v1"), ValueError, "PettingZoo has no 'mpe/no_v1' here"),
-        (lambda: fc.by_group({"ant": 3}), TypeError, "expected a Policy"),
-        (lambda: fc.by_group(3), TypeError, "policies is"),
-        (lambda: fc.by_group(dict.fromkeys(("a", "a.b"), jax_policy(2))), ValueError, r"\['a.b'\], expected no dots"),
-        (lambda: fc.by_group(head(jax_policy(3)), together=["cat"]), ValueError, r"together names \['cat'\]"),
-        (lambda: collect(made(), fc.by_group({"ant": jax_policy(2)}), 3), ValueError, r"the groups \['ant', 'bee'\]"),
-        (lambda: collect(fc.make_env("CartPole-v1"), fc.by_group(head(jax_policy(3))), 3), ValueError, "no groups of"),
-    ],
-)
+@pytest.mark.parametrize(("do", "error", "says"), [
+    (lambda: made(groups={"ant": ["ant_0"]}), ValueError, "expected every agent of .*'bee_0'.* once"),
+    (lambda: made(groups={"x": ["ant_0", "ant_1", "bee_0"]}), ValueError, "'x' holds bee_0 .* groups of their own"),
+    (lambda: made(groups={"state": ["ant_0", "ant_1"], "b": ["bee_0"]}), ValueError, "a group is named 'state'"),
+    (lambda: made(done="one"), ValueError, "done must be one of"),
+    (lambda: fc.make_env("pettingzoo/mpe/no_v1"), ValueError, "PettingZoo has no 'mpe/no_v1' here"),
+    (lambda: fc.by_group({"ant": 3}), TypeError, "expected a Policy"),
+    (lambda: fc.by_group(3), TypeError, "policies is"),
+    (lambda: fc.by_group(dict.fromkeys(("a", "a.b"), jax_policy(2))), ValueError, r"\['a.b'\], expected no dots"),
+    (lambda: fc.by_group(head(jax_policy(3)), together=["cat"]), ValueError, r"together names \['cat'\]"),
+    (lambda: collect(made(), fc.by_group({"ant": jax_policy(2)}), 3), ValueError, r"the groups \['ant', 'bee'\]"),
+    (lambda: collect(fc.make_env("CartPole-v1"), fc.by_group(head(jax_policy(3))), 3), ValueError, "no groups of"),
+])  # fmt: skip
 def test_errors(do, error, says):
     with pytest.raises(error, match=says):
         do()

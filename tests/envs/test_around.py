@@ -14,7 +14,7 @@ import funcollect as fc
 from tests.envs.test_own_environments import JaxWalk, TorchWalk
 from tests.envs.test_torch_vector_env import LikeManiSkill
 from tests.support.compare import assert_same, collect, fresh
-from tests.support.running import in_soak
+from tests.support.running import SCALE, in_soak
 
 INPUTS = ("prev_action", "prev_reward", "is_first")
 
@@ -88,7 +88,7 @@ class Wide(nn.Module):
         return torch.cat([zeros, zeros + 2.0], -1)
 
 
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize("name", [name for name in ENVS if SCALE > 1 or name != "JAX class"])  # "JAX" compiles, too
 def test_what_is_observed_is_what_was_executed(name):
     box = isinstance(made(name).action_space, spaces.Box)
     env = made(name, inputs=INPUTS, clip_rewards=True, clip_actions=box)
@@ -135,12 +135,12 @@ def test_clipped_actions_are_in_bounds_that_float32_would_round_outwards():
     fc.rollout(env, wide(env), fc.init(env, wide(env), seed=0), 20)
 
 
-@pytest.mark.parametrize("env", ["Pendulum-v1", "torch/Pendulum-v1", Hosted, *in_soak(["gymnax/Pendulum-v1"])])
+@pytest.mark.parametrize("env", ["Pendulum-v1", Hosted, *in_soak(["torch/Pendulum-v1", "gymnax/Pendulum-v1"])])
 def test_they_pass_the_checks_of_environments(env):
     fc.testing.check_env(fc.make_env(env, num_envs=2, inputs=INPUTS, clip_actions=True, clip_rewards=True))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [2, *in_soak([0])])
 def test_copies_of_games_go_on_with_the_last_step(workers, tmp_path):
     options = {"inputs": INPUTS, "clip_rewards": True, "num_workers": workers, "noop_max": 3}
     env, policy, state = fresh("ale/Pong", steps=12, num_envs=2, **options)

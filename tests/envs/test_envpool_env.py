@@ -14,7 +14,7 @@ from funcollect.envs.base import import_extra
 from funcollect.keys import Purpose, fold, key_from_seed
 from tests.support.compare import assert_same, collect, fresh, joined, leaves
 from tests.support.misuse import refused, runs, table
-from tests.support.running import in_soak, scaled
+from tests.support.running import SCALE, in_soak, scaled
 
 CASES = {  # a limit on episodes, the length of a run
     "CartPole-v1": (25, 120), "Pong-v5": (20, 50), "HalfCheetah-v4": (30, 70), "CheetahRun-v1": (30, 70),
@@ -67,7 +67,7 @@ def check(batch, wanted):
 
 @pytest.mark.filterwarnings("ignore:.*Box.*precision:UserWarning")
 @pytest.mark.parametrize("seed", range(scaled(1)))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if SCALE > 1 or name != "Pong-v5"])  # test_lives.py has Atari
 def test_every_leaf_equals_the_plain_loop(name, seed):
     infos = ["elapsed_step", "lives"] if name == "Pong-v5" else ["elapsed_step"]
     env = make(name, info_keys=infos)
@@ -85,7 +85,8 @@ def test_what_has_no_bounds_is_unbounded(name, leaf):
     box = env.observation_space[leaf] if leaf else env.observation_space
     assert np.isneginf(box.low).all()
     assert np.isposinf(box.high).all()
-    fc.testing.check_env(env, steps=30)
+    if not leaf or SCALE > 1:
+        fc.testing.check_env(env, steps=30)
 
 
 def test_the_number_of_threads_does_not_show():

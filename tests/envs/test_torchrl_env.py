@@ -282,7 +282,7 @@ def test_a_lane_is_named_once():
         fc.rollout(env, policy, state, 3)
 
 
-CHECKED = ["one_hot", "drawing as it is built", "transformed serial"]
+CHECKED = ["one_hot", "drawing as it is built", "serial"]
 
 
 @pytest.mark.parametrize("name", [*CHECKED, *in_soak(name for name in ENVS if name not in CHECKED)])

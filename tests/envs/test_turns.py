@@ -318,7 +318,7 @@ def test_games_in_jax(kind):
     first = jax_policy(0, **sizes)
     policy = fc.by_player([first, second(env)])
     assert fc.explain(env, policy).loop == "fused"
-    batch = collect(env, policy, 5, 1, 18, seed=5)
+    batch = collect(env, policy, 12, 12, seed=5)
     assert batch["action_mask"].gather(-1, batch["action"][..., None]).all()
     rows = fc.player_trajectories(batch)
     own = rows[rows["current_player"] == 0]
@@ -357,22 +357,19 @@ def cart_pole():
 keyed = fc.jax_policy(lambda params, seen, key: seen, None, head=fc.heads.categorical)
 
 
-@pytest.mark.parametrize(
-    ("do", "error", "says"),
-    [
-        (lambda: made(groups={"a": NAMES}), ValueError, "in turns, which take neither groups nor state"),
-        (lambda: fc.envs.from_pettingzoo(partial(Race, wide=True)), ValueError, "bob has the spaces .*expected equal"),
-        (lambda: fc.record(made(), fc.random_policy(made()), "x.gif"), ValueError, r"env_kwargs={'render_mode'"),
-        (lambda: fc.by_player([]), ValueError, "policies is empty"),
-        (lambda: fc.by_player([3]), TypeError, "expected a Policy"),
-        (lambda: collect(made(), fc.by_player([torch_policy(0)] * 2), 3), ValueError, "acts for 2 players.*Discrete"),
-        (lambda: collect(fc.make_env("CartPole-v1"), fc.by_player([torch_policy(0)]), 3), ValueError, "by_group for"),
-        (lambda: swapped(), ValueError, "policy state TorchPolicyState, this policy wants NoneType"),
-        (lambda: fc.player_trajectories(cart_pole()), ValueError, "no tensor current_player"),
-        (lambda: fc.player_trajectories(made()), TypeError, "the batch is"),
-        (lambda: fc.by_player([keyed, torch_policy(0)]).noise(made().action_spec), fc.PolicyError, "take keys of JAX"),
-    ],
-)
+@pytest.mark.parametrize(("do", "error", "says"), [
+    (lambda: made(groups={"a": NAMES}), ValueError, "in turns, which take neither groups nor state"),
+    (lambda: fc.envs.from_pettingzoo(partial(Race, wide=True)), ValueError, "bob has the spaces .*expected equal"),
+    (lambda: fc.record(made(), fc.random_policy(made()), "x.gif"), ValueError, r"env_kwargs={'render_mode'"),
+    (lambda: fc.by_player([]), ValueError, "policies is empty"),
+    (lambda: fc.by_player([3]), TypeError, "expected a Policy"),
+    (lambda: collect(made(), fc.by_player([torch_policy(0)] * 2), 3), ValueError, "acts for 2 players.*Discrete"),
+    (lambda: collect(fc.make_env("CartPole-v1"), fc.by_player([torch_policy(0)]), 3), ValueError, "by_group for"),
+    (lambda: swapped(), ValueError, "policy state TorchPolicyState, this policy wants NoneType"),
+    (lambda: fc.player_trajectories(cart_pole()), ValueError, "no tensor current_player"),
+    (lambda: fc.player_trajectories(made()), TypeError, "the batch is"),
+    (lambda: fc.by_player([keyed, torch_policy(0)]).noise(made().action_spec), fc.PolicyError, "take keys of JAX"),
+])  # fmt: skip
 def test_errors(do, error, says):
     with pytest.raises(error, match=says):
         do()

@@ -13,6 +13,7 @@ from funcollect.keys import Purpose, fold, key_from_seed
 from tests.envs.test_torchrl_env import AGGREGATED, check_keys, own_loop
 from tests.support.cases import mlp
 from tests.support.compare import assert_same, collect
+from tests.support.running import in_soak
 
 import vmas  # isort: skip
 
@@ -34,7 +35,7 @@ def raw_loop(scenario, batch, limit, **kwargs):
 
 @pytest.mark.parametrize(
     ("scenario", "kwargs"),
-    [("navigation", {"n_agents": 2}), ("balance", {}), ("transport", {"continuous_actions": False})],
+    [("navigation", {"n_agents": 2}), ("transport", {"continuous_actions": False}), *in_soak([("balance", {})])],
 )
 def test_the_rows_are_those_of_a_raw_loop(scenario, kwargs):
     info = {"navigation": "pos_rew", "balance": "pos_rew"}.get(scenario)
@@ -75,4 +76,4 @@ def test_torchrls_own_environment_and_a_policy_for_the_group():
     rows = fc.agents_as_rows(collect(env, policy, 12), "agent")
     assert rows.batch_size == (3, 2, 12)
     assert rows["next", "done"][:, :, 4].all()
-    assert "same_seed" in fc.testing.check_env("vmas/navigation", num_envs=3, max_episode_steps=5, steps=30).passed
+    assert "same_seed" in fc.testing.check_env("vmas/navigation", num_envs=3, max_episode_steps=5, steps=12).passed

@@ -30,7 +30,7 @@ def ale(game="Pong", num_envs=2, **kwargs):
 
 
 @pytest.mark.parametrize("seed", range(scaled(1)))
-@pytest.mark.parametrize("num_envs", [None, 2])
+@pytest.mark.parametrize("num_envs", [2, *in_soak([None])])
 def test_pong_equals_the_plain_loop(num_envs, seed):
     keys = ["lives", "episode_frame_number"]
     env = ale(num_envs=num_envs, info_keys=keys)
@@ -44,7 +44,7 @@ def test_screens_of_another_kind():
     assert collect(env, fc.random_policy(env), 3, seed=0)["observation"].shape == (3, 1, 42, 42, 3)
 
 
-@pytest.mark.parametrize("grayscale", [True, False])
+@pytest.mark.parametrize("grayscale", [True, *in_soak([False])])
 def test_a_game_is_filmed_in_colour(grayscale, tmp_path):
     env = ale(num_envs=None, max_episode_steps=4, grayscale=grayscale, render_mode="rgb_array")
     stats = fc.record(env, fc.random_policy(env), tmp_path / "film.gif", seed=4)
@@ -70,13 +70,13 @@ def walk(env, lengths, copied="fork"):
     ("sticky", "copied"), [(0.25, "fork"), *in_soak([(0.0, "file"), (0.25, "file"), (0.75, "fork")])]
 )
 def test_a_copy_goes_on_as_its_source_does(monkeypatch, sticky, copied):
-    """For 500 steps and through the ends of episodes, whether it starts from a copy of the game or from the seed."""
-    monkeypatch.setattr(atari_lanes, "_APART", 60)
-    env = ale(num_envs=1, max_episode_steps=90, repeat_action_probability=sticky)
-    policy, state, parts, forks = walk(env, [1, 49, 70, 64, 33], copied)
-    parts.append(fc.rollout(env, policy, state, 300)[1])
+    """Through the ends of episodes, whether it starts from a copy of the game or from the seed."""
+    monkeypatch.setattr(atari_lanes, "_APART", 20)
+    env = ale(num_envs=1, max_episode_steps=30, noop_max=5, repeat_action_probability=sticky)
+    policy, state, parts, forks = walk(env, [17, 55], copied)
+    parts.append(fc.rollout(env, policy, state, 100)[1])
     assert torch.cat(parts, -1)["next", "done"].sum() >= 5
-    for first in (0, 2, 5):
+    for first in range(3):
         own, rest = COPIES[copied](env, policy, forks[first]), torch.cat([part.clone() for part in parts[first:]], -1)
         assert_same(fc.rollout(env, policy, own, rest.shape[-1])[1], rest)
 
@@ -85,7 +85,7 @@ def test_a_copy_goes_on_as_its_source_does(monkeypatch, sticky, copied):
 def test_a_copy_knows_the_action_that_is_repeated(monkeypatch, copied):
     """Nine frames of ten repeat it, and no copy of a game holds it: a fork from the last copy would go another way."""
     monkeypatch.setattr(atari_lanes, "_APART", 12)
-    env = ale(max_episode_steps=200, repeat_action_probability=0.9)
+    env = ale(num_envs=1, max_episode_steps=200, noop_max=3, repeat_action_probability=0.9)
     policy, state, parts, forks = walk(env, [25, 12, 12], copied)  # one step after a copy
     parts.append(fc.rollout(env, policy, state, 4)[1])
     for taken, fork in enumerate(forks[1:], 1):
@@ -101,7 +101,7 @@ def test_a_fork_of_a_fork_and_of_lanes_that_were_reset():
     assert_same(fc.rollout(env, policy, child, 50)[1], fc.rollout(env, policy, state, 50)[1])
 
 
-@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("copied", ["file", *in_soak(["fork"])])
 def test_a_copy_of_lanes_that_stay_finished(copied):
     env = ale(max_episode_steps=10)
     with fc.SyncDataCollector(env, frames_per_batch=30, reset_when_done=False, seed=1) as collector:

@@ -41,9 +41,10 @@ SOURCES = {
 }
 
 
-FEW = ("a factory", "a list of lambdas")
+FEW, GAME = ("a factory", "a list of lambdas"), "an Atari game"  # which the next test plays
 SPREAD = [{"num_workers": 2}, {"num_workers": 3}, {"parallel": True}]
-DATA = [*((name, SPREAD[name != "TorchRL's"]) for name in SOURCES), (FEW[0], SPREAD[2]), (FEW[1], SPREAD[0])]
+DATA = [(name, SPREAD[name != "TorchRL's"]) for name in SOURCES if name != GAME]
+DATA += [(FEW[0], SPREAD[2]), (FEW[1], SPREAD[0])]
 DATA += in_soak((name, spread) for name in SOURCES for spread in SPREAD if (name, spread) not in DATA)
 DATA = [(*each, "random") for each in DATA] + [("CartPole-v1", SPREAD[0], kind) for kind in ("torch_mlp", "jax_mlp")]
 
@@ -63,24 +64,24 @@ def with_and_without(env, **kwargs):
     return [fc.make_env(env, **kwargs, **spread) for spread in ({}, {"num_workers": 2})]
 
 
-GAME = {"max_episode_steps": 4, "noop_max": 3}
+SHORT = {"max_episode_steps": 4, "noop_max": 3}
 
 
-@pytest.mark.parametrize(("name", "kwargs"), [("CartPole-v1", {}), ("ale/Pong", GAME)])
-def test_limits_resets_and_finished_lanes(name, kwargs):
+@pytest.mark.parametrize(("name", "kwargs", "steps"), [("CartPole-v1", {}, 20), ("ale/Pong", SHORT, 6)])
+def test_limits_resets_and_finished_lanes(name, kwargs, steps):
     """Lanes of games also end together for different reasons, and are reset once."""
     batches, evaluations = [], []
     for env in with_and_without(name, num_envs=4, **kwargs):
         _, policy, state = fresh(env, steps=2, seed=2)
         state = fc.reset(env, state, torch.tensor([True, False, False, True]))
-        state, first = fc.rollout(env, policy, state, 12, max_frames_per_traj=2)
-        batches.append(torch.cat([first, fc.rollout(env, policy, state, 20)[1]], 1))
+        state, first = fc.rollout(env, policy, state, 6, max_frames_per_traj=2)
+        batches.append(torch.cat([first, fc.rollout(env, policy, state, steps)[1]], 1))
         evaluations.append(fc.evaluate(env, policy, episodes=5, seed=4).returns.tolist())
     assert_same(*batches)
     assert evaluations[0] == evaluations[1]
 
 
-@pytest.mark.parametrize("name", ["a factory", "an Atari game"])
+@pytest.mark.parametrize("name", ["a factory", *in_soak(["an Atari game"])])  # test_around.py copies such games
 def test_forks_and_files_continue_as_the_run_does(name, tmp_path):
     source, kwargs = SOURCES[name]
     alone = fc.make_env(source, num_envs=4, **kwargs)
@@ -97,7 +98,7 @@ def test_forks_and_files_continue_as_the_run_does(name, tmp_path):
 def test_a_lane_is_filmed(tmp_path):
     films = []
     for spread in ({}, {"parallel": True}):
-        env = fc.make_env("CartPole-v1", render_mode="rgb_array", **spread)
+        env = fc.make_env("CartPole-v1", render_mode="rgb_array", max_episode_steps=5, **spread)
         fc.record(env, fc.random_policy(env), tmp_path / "film.gif", seed=1)
         films.append((tmp_path / "film.gif").read_bytes())
     assert films[0] == films[1]

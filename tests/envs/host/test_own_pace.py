@@ -72,14 +72,11 @@ def test_the_data_are_those_of_lanes_in_step(place):
         assert torch.equal(*(getattr(state, name) for _, state in ends))
 
 
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("CartPole-v1", {"num_workers": 2}),
-        ("HalfCheetah-v5", {"max_episode_steps": 8}),
-        ("ale/Pong", {"max_episode_steps": 8}),
-    ],
-)
+@pytest.mark.parametrize(("name", "more"), [
+    ("CartPole-v1", {"num_workers": 2}),
+    ("HalfCheetah-v5", {"max_episode_steps": 8}),
+    ("ale/Pong", {"max_episode_steps": 8}),
+])  # fmt: skip
 def test_environments(name, more):
     _, batch = (collect(env, fc.random_policy(env), 20, 11) for env in both(name, info_keys=[], **more))
     assert_same(_, batch)

@@ -33,7 +33,7 @@ IDS = {
     "gymnax": ("gymnax/CartPole-v1", "gymnax/cartpol-v1", "'CartPole-v1'"),
     "brax": ("brax/fast", "brax/Fasts", "'fast'"),
     "jumanji": ("jumanji/PacMan-v1", "jumanji/Pacman-v0", "'PacMan-v1'"),
-    "pgx": ("pgx/2048", "pgx/go9x9", "'go_9x9'"),
+    "pgx": ("pgx/tic_tac_toe", "pgx/go9x9", "'go_9x9'"),
     "navix": ("navix/Navix-DoorKey-5x5-v0", "navix/Navix-Doorkey-5x5", "'Navix-DoorKey-5x5-v0'"),
     "xminigrid": ("xminigrid/MiniGrid-DoorKey-5x5", "xminigrid/MiniGrid-Doorkey-5", "'MiniGrid-DoorKey-5x5'"),
     "craftax": ("craftax/Craftax-Symbolic-v1", "craftax/Craftax-Symbolic", "'Craftax-Symbolic-v1'"),
@@ -218,7 +218,7 @@ def delivered(env):
     ("gymnax/Catch-bsuite", ()),  # its own space says int32
     ("jumanji/PacMan-v1", ()),  # named tuples within one
     ("jumanji/Connector-v3", (10,)),
-    ("pgx/go_9x9", (2,)),
+    ("pgx/tic_tac_toe", (2,)),
     ("pgx/2048", ()),
     ("navix/Navix-DoorKey-5x5-v0", ()),
     ("xminigrid/XLand-MiniGrid-R4-13x13", ()),
@@ -248,6 +248,7 @@ def rollout(env, length=64):
     return collect(env, fc.random_policy(env), length, seed=0)
 
 
+@pytest.mark.evening  # what `test_players_of_a_game_in_one_loop` does with this game
 def test_a_mask_is_honoured():
     batch = rollout(fc.make_env("pgx/tic_tac_toe", num_envs=2))
     assert batch["action_mask"].dtype == torch.bool
@@ -264,13 +265,13 @@ def test_one_hot_actions_are_the_same_actions():
 
 
 def test_info_is_recorded_by_name():
-    batch = rollout(functions_suite().env)
-    assert (batch["next", "info", "far"] == -batch["next", "reward"][..., 0]).all()
-    assert delivered(functions_suite(info_keys=()).env)[1].info == {}
-    nested = lambda *given: (*step(*given)[:5], {"sums": {"x": jnp.ones(2)}, "sums.y": 3})  # noqa: E731
-    named = {"observation_space": (own := functions_suite().env).observation_space, "info_keys": ["sums.x", "sums.y"]}
+    own, sums = functions_suite(info_keys=()).env, {"sums": {"x": jnp.ones(2)}, "sums.y": 3}
+    assert delivered(own)[1].info == {}
+    nested = lambda *given: (*(moved := step(*given))[:5], moved[5] | sums)  # noqa: E731
+    named = {"observation_space": own.observation_space, "info_keys": ["far", "sums.x", "sums.y"]}
     env = envs.from_functions(reset, nested, action_space=own.action_space, num_envs=2, **named)
-    infos = rollout(env, 9)["next", "info"]
+    infos = (batch := rollout(env, 9))["next", "info"]
+    assert (infos["far"] == -batch["next", "reward"][..., 0]).all()
     assert (infos["sums.x"].unique().tolist(), infos["sums.y"].unique().tolist()) == ([1], [3])
     with pytest.raises(ValueError, match=r"gymnax/CartPole-v1 has no info \['discounts'\], expected .*'discount'"):
         delivered(fc.make_env("gymnax/CartPole-v1", info_keys=["discounts"]))

@@ -10,14 +10,14 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
-from funcollect.keys import Purpose
+from funcollect.keys import Purpose, key_from_seed
 from tests.envs.test_agents import POLICIES
 from tests.support.cases import mlp
 from tests.support.compare import assert_close, assert_same, collect
 from tests.support.envs.jax_counting import folded
 from tests.support.running import SCALE, in_soak
 
-LANES, LENGTHS = 3, (7, 1, 22)
+LANES, LENGTHS = 3, (15, 15) if SCALE == 1 else (7, 1, 22)  # each length is a program
 GROUPS = {
     "ant": fc.envs.Group(("ant_0", "ant_1"), spaces.Box(-9, 99, (2,)), spaces.Discrete(3), comes_and_goes=True),
     "bee": fc.envs.Group(("bee_0",), spaces.Box(-9, 99, (3,)), spaces.Discrete(3), comes_and_goes=True),
@@ -95,7 +95,7 @@ class Raw:
 def check_frames(env, batch, start, step):
     """Each frame of a batch [P, T] is that of the raw functions, given its actions; how many lanes ended, and how."""
     places = {name: (key, row) for key, group in env.groups.items() for row, name in enumerate(group.names)}
-    key, ends = jnp.asarray(fc.init(env, fc.random_policy(env), seed=1).key), {"terminated": 0, "truncated": 0}
+    key, ends = jnp.asarray(key_from_seed(1)), {"terminated": 0, "truncated": 0}
 
     def rows(leaf, row):
         return jax.tree.map(lambda value: value[row].numpy(), leaf.to_dict() if hasattr(leaf, "to_dict") else leaf)
@@ -145,11 +145,16 @@ def raw_step(key, state, actions):
     return state, *({name: each[group][row] for name, group, row in places} for each in (rows, reward)), ends
 
 
+@functools.cache
+def fused(kind):
+    """An environment and a policy, the same for all tests, so that each program is compiled once."""
+    return (env := made()), POLICIES[kind](env)
+
+
 # "mixed" has one of each.
 @pytest.mark.parametrize("kind", [kind for kind in POLICIES if SCALE > 1 or kind in ("together", "recurrent")])
 def test_the_rows_are_those_of_a_raw_loop(kind):
-    env = made()
-    policy = POLICIES[kind](env)
+    env, policy = fused(kind)
     assert fc.explain(env, policy).loop == "fused"
     batch = collect(env, policy, *LENGTHS)
     whole = kind == "random"  # for the others, one lane shows that their actions are those that were executed
@@ -173,7 +178,7 @@ def each_in_torch(part):
 @pytest.mark.parametrize("kind", ["recurrent", *in_soak(["torch"])])
 def test_a_lowered_policy_acts_as_in_torch(kind):
     """So does its noise: a function of lane, agent and step in every loop."""
-    env, policy = made(), POLICIES[kind](None)
+    env, policy = fused(kind)
     slow = crossing(policy)
     assert fc.explain(env, slow).loop == "crossing"
     assert_close(collect(env, policy, *LENGTHS), collect(env, slow, *LENGTHS))
@@ -192,33 +197,33 @@ def test_classes_and_single_lanes():
 
 
 def test_traced_batches_are_by_group():
-    env = made()
-    policy = fc.lower_policy(POLICIES["torch"](env), env)
-    key = jnp.asarray(fc.init(env, policy, seed=1).key)
+    env, in_torch = fused("recurrent")
+    policy = fc.lower_policy(in_torch, env)
+    key = jnp.asarray(key_from_seed(1))
 
     @jax.jit
     def run(params):
         state = fc.traced.init(env, policy, params, key=key)
-        return fc.traced.rollout(env, policy, params, state, 20)[1]
+        return fc.traced.rollout(env, policy, params, state, 15)[1]
 
     arrays = run(policy.params)
-    assert arrays["ant"]["action_log_prob"].shape == (20, LANES, 2)
-    assert_close(fc.deliver(arrays, env), collect(env, POLICIES["torch"](env), 20))
+    assert arrays["ant"]["action_log_prob"].shape == (15, LANES, 2)
+    assert_close(fc.deliver(arrays, env), collect(env, in_torch, 15))
 
 
 def test_states_files_and_collectors(tmp_path):
-    env, policy = made(), POLICIES["recurrent"](None)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=3), 9)
+    env, policy = fused("recurrent")
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=3), 15)
     fc.save(tmp_path / "state", state)
-    _, batch = fc.rollout(env, policy, state, 9)
-    assert_same(batch, fc.rollout(env, policy, fc.load(tmp_path / "state", env, policy), 9)[1])
-    with fc.SyncDataCollector(env, policy, frames_per_batch=30, total_frames=60, seed=1) as collector:
+    _, batch = fc.rollout(env, policy, state, 15)
+    assert_same(batch, fc.rollout(env, policy, fc.load(tmp_path / "state", env, policy), 15)[1])
+    with fc.SyncDataCollector(env, policy, frames_per_batch=45, total_frames=90, seed=1) as collector:
         got = torch.cat([each.clone() for each in collector], -1)
-    assert_same(got, collect(env, policy, 10, 10))
+    assert_same(got, collect(env, policy, 15, 15))
     assert len(fc.evaluate(env, policy, episodes=4, seed=0)) == 4
-    policy = POLICIES["torch"](None)
-    rows = fc.agents_as_rows(collect(env, policy, 9), "ant")
-    again = fc.evaluate_actions(policy.policies["ant"], None, rows)["action_log_prob"]
+    env, policy = fused("together")
+    rows = fc.agents_as_rows(collect(env, policy, 15), "bee")
+    again = fc.evaluate_actions(policy.policies["bee"], None, rows)["action_log_prob"]
     torch.testing.assert_close(again[rows["mask"]], rows["action_log_prob"][rows["mask"]])
 
 
@@ -226,36 +231,20 @@ def nan_logits(params, x):
     return x[..., :1] * params
 
 
-@pytest.mark.parametrize(
-    ("do", "error", "says"),
-    [
-        (lambda: made(groups={"ant": 3}), TypeError, "a group is 3"),
-        (lambda: made(action_space=spaces.Discrete(2)), ValueError, "expected groups alone"),
-        (lambda: made(groups={**GROUPS, "cat": GROUPS["bee"]}), fc.EnvError, r"reset of field .*'cat'\]"),
-        (lambda: made(state_space=spaces.Box(0, 9, (2,))), fc.EnvError, r"'state' .* expected float32 \[2\]"),
-        (
-            lambda: fc.envs.from_functions(reset, lambda *a: (*step(*a)[:3], 0.0, False), groups=GROUPS),
-            fc.EnvError,
-            "flag of 'ant' .* expected bool",
-        ),
-        (
-            lambda: collect(
-                made(),
-                fc.by_group(
-                    {
-                        "ant": fc.jax_policy(nan_logits, jnp.full(3, jnp.nan), head=fc.heads.epsilon_greedy(0.1)),
-                        "bee": POLICIES["jax"](None).policies["bee"],
-                    }
-                ),
-                3,
-            ),
-            fc.PolicyError,
-            "NaN",
-        ),
-        (lambda: fc.make_env("jaxmarl/MPE_simple_v9"), ValueError, "did you mean"),
-        (lambda: fc.envs.from_jaxmarl("MPE_simple_spread_v3", state=True), ValueError, "share no 'world_state'"),
-    ],
-)
+LOST = fc.jax_policy(nan_logits, jnp.full(3, jnp.nan), head=fc.heads.epsilon_greedy(0.1))
+
+
+@pytest.mark.parametrize(("do", "error", "says"), [
+    (lambda: made(groups={"ant": 3}), TypeError, "a group is 3"),
+    (lambda: made(action_space=spaces.Discrete(2)), ValueError, "expected groups alone"),
+    (lambda: made(groups={**GROUPS, "cat": GROUPS["bee"]}), fc.EnvError, r"reset of field .*'cat'\]"),
+    (lambda: made(state_space=spaces.Box(0, 9, (2,))), fc.EnvError, r"'state' .* expected float32 \[2\]"),
+    (lambda: fc.envs.from_functions(reset, lambda *a: (*step(*a)[:3], 0.0, False), groups=GROUPS), fc.EnvError,
+     "flag of 'ant' .* expected bool"),
+    (lambda: collect(made(), fc.by_group(POLICIES["jax"](None).policies | {"ant": LOST}), 3), fc.PolicyError, "NaN"),
+    (lambda: fc.make_env("jaxmarl/MPE_simple_v9"), ValueError, "did you mean"),
+    (lambda: fc.envs.from_jaxmarl("MPE_simple_spread_v3", state=True), ValueError, "share no 'world_state'"),
+])  # fmt: skip
 def test_errors(do, error, says):
     with pytest.raises(error, match=says):
         do()
@@ -304,7 +293,7 @@ def test_the_frames_are_those_of_jaxmarl(name):
         ends = {each: (terminated, over & ~terminated) for each, (terminated, over) in both.items()}
         return after, observed(rows, after), reward, ends
 
-    batch = collect(env, fc.random_policy(env), 26, 4)
+    batch = collect(env, fc.random_policy(env), 15, 15)
     assert sum(check_frames(env, batch, jax.jit(start), jax.jit(step)).values()) > 1
     for group in env.groups if legal else ():
         mask, action = batch[group, "observation", "action_mask"], batch[group, "action"]

@@ -30,6 +30,11 @@ def assert_close(delivered, expected, what):
         np.testing.assert_array_equal(delivered, expected, err_msg=str(what))
 
 
+@jax.jit
+def of_lane(states, lane):
+    return jax.tree.map(lambda leaf: leaf[lane], states)
+
+
 class RawLane:
     """One lane of the raw suite, reset by hand, with the keys that the library promises."""
 
@@ -51,7 +56,7 @@ class RawLane:
 
     def synchronise(self, states):
         """From the library's state, so that rounding does not add up."""
-        own = jax.tree.map(lambda leaf: leaf[self.lane], states)
+        own = of_lane(states, self.lane)
         assert jax.tree.structure(own) == jax.tree.structure(self.state)
         self.state = own
 
@@ -62,7 +67,7 @@ def check_observation(env, batch, raw, *prefix):
         assert part.dtype == leaf.dtype
 
 
-SHARED = ("old_gymnax", "pgx_one_player", "playground")  # the adapter of another one
+SHARED = ("old_gymnax", "pgx_one_player", "playground", "brax_pendulum", "functions")  # another one has the adapter
 LONG = [pytest.param("craftax", marks=[pytest.mark.needs("craftax"), pytest.mark.evening])]  # to compile
 FEW = [name for name in SUITES if name not in (*SHARED, "craftax")]
 
@@ -116,7 +121,7 @@ def snake(time_limit=400):
     return Snake(5, 5, time_limit=time_limit)
 
 
-CASES = [(knapsack, {"total_budget": 1.5}), (snake, {"time_limit": 1})]
+CASES = [(knapsack, {"total_budget": 1.5}), *in_soak([(snake, {"time_limit": 1})])]
 CASES += in_soak([(cvrp, {"max_capacity": 8, "max_demand": 7}), (job_shop, {"max_op_duration": 9})])
 CASES += in_soak([(graph, {"edge_probability": 0.3}), (lambda **own: Cleaner(**own), {"penalty_per_timestep": 0.25})])
 
@@ -153,6 +158,7 @@ def legal(mask, draw):
     return np.array([draw.choice(np.flatnonzero(row)) if row.any() else 0 for row in rows], np.int32)
 
 
+@pytest.mark.evening  # what tests/core/test_env_params.py does with other numbers
 def test_lanes_have_budgets_of_their_own():
     """A lane does what it does where all have its budget; `test_it_is_jumanji_with_another_generator` says what."""
     made = fc.envs.from_jumanji(knapsack(), num_envs=2, params=["total_budget"], param_keys=["total_budget"])
@@ -172,9 +178,9 @@ def test_lanes_have_budgets_of_their_own():
 def test_a_shorter_time_limit_under_a_wrapper():
     env, key = fc.envs.from_jumanji(wrappers.Wrapper(Snake(5, 5)), params=["time_limit"]), jnp.array([3, 4], jnp.uint32)
     params, ends = {"time_limit": jnp.int32(2)}, []
-    state, observation = env.reset(key, params)
+    (state, observation), step = jax.jit(env.reset)(key, params), jax.jit(env.step)
     for _ in range(2):
-        moved = env.step(key, state, observation["action_mask"].argmax(), params)
+        moved = step(key, state, observation["action_mask"].argmax(), params)
         state, observation = moved.env_state, moved.observation
         ends.append(bool(moved.terminated | moved.truncated))
     assert ends == [False, True]

@@ -50,8 +50,13 @@ def counting(num_envs=None, **changes):
 
 def folded(key, *words):
     """A key hashed with one pair of words after the other."""
-    for pair in zip(words[::2], words[1::2], strict=True):
-        key = threefry_2x32(tuple(jnp.asarray(key)), jnp.asarray(pair, jnp.uint32))
+    return _hashed(jnp.asarray(key), np.array(words, np.uint32).reshape(-1, 2))
+
+
+@jax.jit
+def _hashed(key, pairs):
+    for pair in pairs:
+        key = threefry_2x32(tuple(key), pair)
     return key
 
 
