@@ -145,21 +145,11 @@ class LanePool(WorkerPool):
         self._take(workers)
 
     def _await_some(self, workers: Sequence[int], enough: Callable[[list[int]], bool]) -> list[int]:
-        """Wait until enough of these workers have carried out their orders, whatever others do; return those.
-
-        Others that answer within moments are among them: simulators of equal speed then share one call of the policy.
-        """
+        """Wait until enough of these workers have carried out their orders, whatever others do; return those."""
         block, rows = self.block, list(workers)
-
-        def answered() -> list[int]:
-            return [*itertools.compress(rows, block.carried_out[rows] == block.asked[rows])]
-
-        while not enough(done := answered()):
+        while not enough(done := [*itertools.compress(rows, block.carried_out[rows] == block.asked[rows])]):
             self._listen()
             self._look_for_hangs()
-        while len(done) < len(rows) and (rings := self._answers.wait(0)):
-            self._heard += rings
-            done = answered()
         self._take(done)
         return done
 
