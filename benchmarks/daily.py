@@ -1,9 +1,9 @@
-"""The collection of ten algorithms, frames per second: as a script by hand has it, and with ours.
+"""The collection of eleven algorithms, frames per second: as a script by hand has it, and with ours.
 
-PPO in HalfCheetah, SAC and TD3 in Hopper (one frame for each update), DQN on Atari's screens, recurrent PPO, an
-evolution strategy and levels to begin from in a fused CartPole, IMPALA's workers, a search over tic-tac-toe, and a
-world model's recurrent policy. Networks, environments and numbers of frames are the same on both sides; SAC, TD3 and
-DQN learn, too. The lines are those of each side's function.
+PPO in HalfCheetah and, as PureJaxRL has it, in one compiled program; SAC and TD3 in Hopper (one frame for each update),
+DQN on Atari's screens, recurrent PPO, an evolution strategy and levels to begin from in a fused CartPole, IMPALA's
+workers, a search over tic-tac-toe, and a world model's recurrent policy. Networks, environments and numbers of frames
+are the same on both sides; SAC, TD3, DQN and the compiled PPO learn, too. The lines are those of each side's function.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ NAMES: Mapping[str, tuple[ModuleType, str]] = {
     "PPO, continuous": (daily_host, "ppo"),
     "TD3": (daily_host, "td3"),
     "DQN on Atari": (daily_host, "dqn"),
+    "PPO in JAX, with its updates": (daily_jax, "jax_ppo"),
     "recurrent PPO in JAX": (daily_jax, "recurrent_ppo"),
     "IMPALA": (daily_host, "impala"),
     "evolution strategy": (daily_jax, "evolution"),

@@ -190,3 +190,125 @@ def levels() -> Turns:
     everyone = torch.ones(LANES, dtype=torch.bool)
     policy = fc.jax_policy(apply, params, head=fc.heads.categorical)
     return _rolled(env, policy, LENGTH, lambda state: fc.reset(env, state, everyone, to=begun))
+
+
+UPDATES, EPOCHS, MINIBATCHES = 4, 4, 4  # of a training; in each update 64 lanes make 128 steps
+
+
+def _actor_critic() -> tuple[Any, Callable[[Any, Any], tuple[Any, Any]]]:
+    params, actor = scans.network(scans.make_env(CARTPOLE, 1))
+    keys = jax.random.split(jax.random.PRNGKey(3), 3)
+    shapes = [(4, scans.HIDDEN), (scans.HIDDEN, scans.HIDDEN), (scans.HIDDEN, 1)]
+    critic = [jax.random.normal(key, size) / size[0] ** 0.5 for key, size in zip(keys, shapes, strict=True)]
+
+    def apply(params: Any, observation: Any) -> tuple[Any, Any]:
+        layers = params["critic"]
+        value = jnp.tanh(jnp.tanh(observation @ layers[0]) @ layers[1]) @ layers[2]
+        return actor(params["actor"], observation), value[..., 0]
+
+    return {"actor": params, "critic": critic}, apply
+
+
+def _learned(apply: Any, params: Any, moments: Any, rows: Any, key: Any) -> tuple[Any, Any]:
+    """Parameters and moments of Adam after the epochs of PPO over rows [N, ...]."""
+
+    def loss(params: Any, observation: Any, action: Any, before: Any, advantage: Any, target: Any) -> Any:
+        logits, value = apply(params, observation)
+        log_probs = jax.nn.log_softmax(logits)
+        ratio = jnp.exp(jnp.take_along_axis(log_probs, action[:, None], 1)[:, 0] - before)
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        gain = jnp.minimum(ratio * advantage, ratio.clip(0.8, 1.2) * advantage).mean()
+        entropy = -(jnp.exp(log_probs) * log_probs).sum(-1).mean()
+        return 0.5 * ((value - target) ** 2).mean() - gain - 0.01 * entropy
+
+    def descend(carry: Any, minibatch: Any) -> Any:
+        params, (first, second) = carry
+        slope = jax.grad(loss)(params, *minibatch)
+        first = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, first, slope)
+        second = jax.tree.map(lambda old, new: 0.999 * old + 0.001 * new**2, second, slope)
+        params = jax.tree.map(lambda own, a, b: own - 3e-4 * a / (jnp.sqrt(b) + 1e-5), params, first, second)
+        return (params, (first, second)), None
+
+    def epoch(carry: Any, key: Any) -> Any:
+        order = jax.random.permutation(key, LANES * LENGTH)
+        mixed = jax.tree.map(lambda leaf: leaf[order].reshape(MINIBATCHES, -1, *leaf.shape[1:]), rows)
+        return jax.lax.scan(descend, carry, mixed)
+
+    learned: tuple[Any, Any] = jax.lax.scan(epoch, (params, moments), jax.random.split(key, EPOCHS))[0]
+    return learned
+
+
+def _flat(*leaves: Any) -> tuple[Any, ...]:
+    return tuple(leaf.reshape(LANES * LENGTH, *leaf.shape[2:]) for leaf in leaves)
+
+
+def _trained(update: Callable[[Any, Any], Any], start: Any, params: Any) -> Turns:
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    carry = (start, params, (zeros, zeros), jax.random.PRNGKey(5))
+    return _scanned(update, carry, UPDATES, UPDATES * LANES * LENGTH)
+
+
+def jax_ppo_by_hand() -> Turns:
+    """PureJaxRL's whole training: rollouts of gymnax with its own resets, advantages and updates, in one program."""
+    import gymnax
+
+    raw, env_params = gymnax.make("CartPole-v1")
+    step_all, reset_all = jax.vmap(raw.step, (0, 0, 0, None)), jax.vmap(raw.reset, (0, None))
+    params, apply = _actor_critic()
+
+    def update(carry: Any, _: None) -> Any:
+        runner, params, moments, key = carry
+
+        def step(runner: Any, _: None) -> Any:
+            observation, env_state, key = runner
+            key, act, move = jax.random.split(key, 3)
+            logits, value = apply(params, observation)
+            action = jax.random.categorical(act, logits)
+            log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), action[:, None], 1)[:, 0]
+            after, env_state, reward, ended, cut, _ = step_all(
+                jax.random.split(move, LANES), env_state, action, env_params
+            )
+            return (after, env_state, key), (observation, action, log_prob, value, reward, ended | cut)
+
+        runner, rows = jax.lax.scan(step, runner, None, LENGTH)
+        observation, action, log_prob, value, reward, done = rows
+
+        def earlier(carry: Any, row: Any) -> Any:
+            advantage, following = carry
+            reward, done, value = row
+            delta = reward + 0.99 * following * (1 - done) - value
+            advantage = delta + 0.99 * 0.95 * (1 - done) * advantage
+            return (advantage, value), advantage
+
+        last = apply(params, runner[0])[1]
+        advantage = jax.lax.scan(earlier, (jnp.zeros(LANES), last), (reward, done, value), reverse=True)[1]
+        key, own = jax.random.split(key)
+        rows = _flat(observation, action, log_prob, advantage, advantage + value)
+        params, moments = _learned(apply, params, moments, rows, own)
+        return (runner, params, moments, key), reward.mean()
+
+    observation, env_state = reset_all(jax.random.split(jax.random.PRNGKey(1), LANES), env_params)
+    return _trained(update, (observation, env_state, jax.random.PRNGKey(2)), params)
+
+
+def jax_ppo() -> Turns:
+    env = fc.make_env(CARTPOLE, num_envs=LANES)
+    params, apply = _actor_critic()
+
+    def both(params: Any, observation: Any) -> dict[str, Any]:
+        logits, value = apply(params, observation)
+        return {"logits": logits, "value": value}
+
+    policy = fc.jax_policy(both, params, head=fc.heads.categorical)
+
+    def update(carry: Any, _: None) -> Any:
+        state, params, moments, key = carry
+        state, batch = fc.traced.rollout(env, policy, params, state, LENGTH)
+        following = fc.next_values(policy, params, batch, key="value")
+        advantage, target = fc.gae(batch, batch["value"], following, gamma=0.99, lmbda=0.95)
+        key, own = jax.random.split(key)
+        rows = _flat(batch["observation"], batch["action"], batch["action_log_prob"], advantage, target)
+        params, moments = _learned(apply, params, moments, rows, own)
+        return (state, params, moments, key), batch["next"]["reward"].mean()
+
+    return _trained(update, fc.traced.init(env, policy, params, key=jax.random.key(1)), params)

@@ -17,7 +17,7 @@ from funcollect.arguments import check_keys, check_not_given, check_num_envs, ch
 from funcollect.envs.base import box, import_extra, info_place
 from funcollect.envs.host.host_env import ONWARD, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
 from funcollect.envs.plain_spaces import map_parts
-from funcollect.errors import EnvError, NoResetError
+from funcollect.errors import EnvError
 from funcollect.protocols import Outcome
 from funcollect.specs import ActionSpec, Space, observation_leaves
 
@@ -211,7 +211,7 @@ class AsynchronousLanes(EnvPoolLanes):
         seeded = any(seed is not None for seed in seeds)
         if not seeded and (waiting := sorted(self.busy.intersection(lanes))):
             what = f"lanes {waiting}: a reset of lanes whose answers are under way, expected none"
-            raise NoResetError(f"{what}: begin another run with funcollect.init, or leave batch_size out")
+            raise EnvError(f"{what}: begin another run with funcollect.init, or leave batch_size out")
         super().reset(lanes, seeds)
         while seeded and self._begins.any():
             self._answer()

@@ -11,6 +11,7 @@ from gymnasium import spaces
 
 import funcollect as fc
 from funcollect.keys import Purpose, key_from_seed
+from tests.envs import test_agents
 from tests.envs.test_agents import POLICIES
 from tests.support.cases import mlp
 from tests.support.compare import assert_close, assert_same, collect
@@ -352,3 +353,18 @@ def test_random_steps_have_the_log_probabilities_of_the_executed_actions(kind):
         wanted = torch.tensor(-np.log(3) * agents, dtype=torch.float32)
         torch.testing.assert_close(scores[:, :4], wanted.expand_as(scores[:, :4]))
         assert not torch.isclose(scores[:, 4:], wanted).all()
+
+
+@pytest.mark.parametrize("made", [made, test_agents.made])
+def test_what_an_agent_that_leaves_observes_last_is_in_compact_batches(made):
+    def batches(**options):
+        with fc.SyncDataCollector(made(), frames_per_batch=45, total_frames=90, seed=1, **options) as collector:
+            return [batch.clone() for batch in collector]
+
+    left = 0
+    for one, other in zip(batches(), batches(compact_obs=True), strict=True):
+        assert_same(one, fc.next_observations(other))
+        for group in ("ant", "bee"):
+            goes = one[group, "mask"] & ~one["next", group, "mask"] & ~one["next", "done"]
+            left += int((one["next", group, "observation"][goes] != 0).any(-1).sum())
+    assert left

@@ -232,6 +232,7 @@ def _expressions():
         lambda g: g["x"].new_empty(6).fill_(1.0) + torch.empty(6).fill_(2.0) + torch.empty_like(g["x"]).fill_(1.0),
         lambda g: torch.arange(g["x"].shape[0]) + torch.arange(0, 1, 0.5)[1],
         lambda g: g["x"] + torch.linspace(0, 1, 6) + torch.eye(6)[0] + torch.eye(2, 6)[1],
+        lambda g: g["x"] + torch.linspace(-7, 5, 6, dtype=torch.int64),
         *of("x", lambda x: (x.int(), x.long(), x.bool(), x.detach().to(torch.float16))),
         *of("i", lambda i: i.float()),
         *of("b", lambda b: b.float()),
