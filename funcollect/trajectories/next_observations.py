@@ -71,8 +71,8 @@ def _before_agents_leave(batch: TensorDictBase, paths: Iterable[Path]) -> Tensor
     """Where an agent of a group is there for the last time: its next observation is not that of the next frame, 0."""
     leave = torch.zeros_like(batch[STEP], dtype=torch.bool)
     for path in paths:
-        if len(path) == 2 and path[-1] == PRESENT and batch[path].dtype == torch.bool:
-            there = batch[path].flatten(batch.batch_dims)
+        if path[1:] == (PRESENT,) and batch[path].dtype == torch.bool and batch[path].ndim == batch.batch_dims + 1:
+            there = batch[path]
             leave[..., :-1] |= (there[..., :-1, :] & ~there[..., 1:, :]).any(-1)
     return leave
 
