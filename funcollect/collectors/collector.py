@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn, Self
 import numpy as np
 from tensordict import TensorDictBase
 
-from funcollect.collectors.in_use import InUse, exclusive
+from funcollect.collectors.in_use import InUse, delivering, exclusive
 from funcollect.collectors.keywords import check_same_run, collector, plain_keywords, read_back
 from funcollect.collectors.options import Options, RunOptions
 from funcollect.core.request import head_of
@@ -311,7 +311,7 @@ class CollectorBase(RunOptions, InUse, ABC):
             what = "a function that the collector calls raised StopIteration, expected a result or another exception"
             raise RuntimeError(f"{what}: give its next(…) a default") from error
 
-    @exclusive
+    @delivering
     def _delivered(self, batch: TensorDictBase) -> TensorDictBase:
         if self.update_statistics:
             moments = moments_of(batch, self.policy.statistics)

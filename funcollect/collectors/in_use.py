@@ -17,8 +17,8 @@ from funcollect.errors import ClosedError
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def exclusive(method: _Method) -> _Method:
-    """Refuse calls of a method after the end of the run, and while another exclusive method of the object runs."""
+def exclusive(method: _Method, *, closed_too: bool = False) -> _Method:
+    """Refuse calls of a method while another exclusive one of the object runs; unless `closed_too`, after its end."""
 
     @wraps(method)
     def call(self: InUse, /, *args: Any, **kwargs: Any) -> Any:
@@ -26,12 +26,18 @@ def exclusive(method: _Method) -> _Method:
             self._refuse()
         self._in_use = True  # threads switch and signals arrive only at calls, so not since the check above
         try:
-            self._check_ready()
+            if not closed_too:
+                self._check_ready()
             return method(self, *args, **kwargs)
         finally:
             self._in_use = False
 
     return cast("_Method", call)
+
+
+def delivering(method: _Method) -> _Method:
+    """As `exclusive`, for a batch that is delivered even if the collector was shut down while it was collected."""
+    return exclusive(method, closed_too=True)
 
 
 def check_extends(name: str, buffer: Any) -> None:

@@ -120,6 +120,15 @@ def test_a_function_of_the_batch_before_it_is_delivered(name, tmp_path):
         assert [next(collector).numel() for _ in range(2)] == [10, 10]
 
 
+def test_the_batch_during_which_a_collector_is_shut_down_is_delivered():
+    policy = fc.torch_policy(Calls(lambda: collector.shutdown()), head=fc.heads.categorical, compile="eager")
+    env = fc.make_env("torch/CartPole-v1", num_envs=2)
+    collector = fc.SyncDataCollector(env, policy, frames_per_batch=20)
+    assert next(collector).numel() == 20
+    with pytest.raises(fc.ClosedError):
+        next(collector)
+
+
 def test_weights_that_are_given_meanwhile_are_those_of_the_next_batch():
     policy = fc.torch_policy(Calls(lambda: collector.update_policy_weights_()), head=fc.heads.categorical)
     with fc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=5, seed=0) as collector:
