@@ -7,6 +7,7 @@ current when a small file that names it is renamed, so an interrupted dump leave
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 import shutil
@@ -21,13 +22,15 @@ import torch
 from funcollect.buffers import Arrays
 from funcollect.buffers.indices import Sampler
 from funcollect.buffers.ring import RingMemory
-from funcollect.buffers.storages.storage import Dumped, ListStorage
+from funcollect.buffers.storages import LazyMemmapStorage, LazyTensorStorage
+from funcollect.buffers.storages.storage import Dumped, ListStorage, Storage
 from funcollect.files import read_arrays, replacing, sync
 from funcollect.messages import shown
 
 _Generator = torch.Generator | None
 _FORMAT = 4
 _POINTER, _META, _ARRAYS = "current", "meta.json", "arrays.npz"
+_FRAMES_AT_ONCE = 1 << 14  # that move to a buffer of another capacity
 _FILE = re.compile(r"[\w-]+\.[a-z]+")  # the names of files in a dump
 
 
@@ -37,7 +40,7 @@ def _parts(memory: RingMemory, sampler: Sampler) -> list[tuple[str, Any]]:
 
 
 def _kind(memory: RingMemory, sampler: Sampler) -> dict[str, Any]:
-    """The properties in which the dumped buffer and the loading one must agree."""
+    """The properties in which the dumped buffer and the loading one must agree, but for `max_size`."""
     storage, trajectories = memory.storage, memory.trajectories
     return {
         "format": _FORMAT,
@@ -117,28 +120,24 @@ def _current(root: Path) -> Path | None:
 
 
 def load(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator, allow_pickle: bool) -> None:
-    """Read the current dump into the parts of a buffer that was built with the same arguments."""
+    """Read the current dump into the parts of a buffer that was built with the same arguments.
+
+    If its capacity is another one, it is extended by the dump's newest frames that fit, oldest first.
+    """
     if (found := _current(root)) is None:
         raise FileNotFoundError(f"{root} has no complete dump of a buffer: pass the directory given to dumps")
     meta = _read_meta(found)
-    if (theirs := meta.get("format")) != _FORMAT:
-        raise ValueError(f"{root} has format {theirs}, expected {_FORMAT}: load it with the version that wrote it")
-    for name, ours in json.loads(json.dumps(_kind(memory, sampler))).items():  # JSON has lists for tuples
-        if meta.get(name) != ours:
-            raise ValueError(f"{name} of the dump is {meta.get(name)}, of this buffer {ours}: build the buffer like it")
+    _check_kind(root, meta, _kind(memory, sampler))
     drawn, before = sampler.state(), None if generator is None else generator.get_state()
-    try:  # the frames last: if anything fails, all is as it was
-        memory.written, memory.dumped = meta["written"], (meta["name"], memory.storage.edits)
-        (lanes, memory.since), memory.by_lane = meta["lanes"], meta.get("by_lane", False)
-        memory.counted = meta.get("counted", 0)
-        memory.lanes = None if lanes is None else tuple(lanes)
+    same = meta["max_size"] == memory.capacity
+    try:
         arrays = read_arrays(found / _ARRAYS)
         if generator is not None and "generator" in arrays:
             generator.set_state(torch.from_numpy(arrays["generator"]))
-        for name, part in _parts(memory, sampler):
-            prefix = f"{name}."
-            part.load({key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)})
-        memory.storage.load(memory.numbers, Dumped(found, meta["frames"]), allow_pickle)
+        if same:
+            sampler.load(_part("sampler", arrays))
+        former = memory if same else RingMemory(_like(memory.storage, meta["max_size"]), memory.trajectories)
+        _read(found, meta, arrays, former, allow_pickle)
     except BaseException as error:
         sampler.load(drawn)
         if generator is not None and before is not None:
@@ -146,6 +145,61 @@ def load(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
         if not isinstance(error, (OSError, EOFError, LookupError, TypeError, AttributeError, RuntimeError)):
             raise
         raise ValueError(f"{found} cannot be read ({error!r}): the dump is damaged, or too large here") from error
+    if not same:
+        _move(former, memory, sampler, _part("sampler", arrays))
+
+
+def _check_kind(root: Path, meta: Mapping[str, Any], kind: Mapping[str, Any]) -> None:
+    if (theirs := meta.get("format")) != _FORMAT:
+        raise ValueError(f"{root} has format {theirs}, expected {_FORMAT}: load it with the version that wrote it")
+    for name, ours in json.loads(json.dumps(kind)).items():  # JSON has lists for tuples
+        if meta.get(name) != ours and name != "max_size":
+            raise ValueError(f"{name} of the dump is {meta.get(name)}, of this buffer {ours}: build the buffer like it")
+
+
+def _part(name: str, arrays: Arrays) -> Arrays:
+    """The state of a part of a buffer, see `_parts`."""
+    prefix = f"{name}."
+    return {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
+
+
+def _read(found: Path, meta: Mapping[str, Any], arrays: Arrays, memory: RingMemory, allow_pickle: bool) -> None:
+    memory.written, memory.dumped = meta["written"], (meta["name"], memory.storage.edits)
+    (lanes, memory.since), memory.by_lane = meta["lanes"], meta.get("by_lane", False)
+    memory.counted = meta.get("counted", 0)
+    memory.lanes = None if lanes is None else tuple(lanes)
+    if memory.index is not None:
+        memory.index.load(_part("trajectories", arrays))
+    memory.storage.load(memory.numbers, Dumped(found, meta["frames"]), allow_pickle)  # last: it replaces what is there
+
+
+def _like(storage: Storage, capacity: int) -> Storage:
+    """An empty storage of the same kind on the host, for so many frames."""
+    if isinstance(storage, ListStorage):
+        return ListStorage(capacity)
+    kind = LazyMemmapStorage if isinstance(storage, LazyMemmapStorage) else LazyTensorStorage
+    options: dict[str, Any] = {"compact_obs": storage.compact_obs, "frame_stack": storage.frame_stack}
+    return kind(capacity, ndim=storage.ndim, **options)
+
+
+def _move(former: RingMemory, memory: RingMemory, sampler: Sampler, state: Arrays) -> None:
+    """Extend a buffer, emptied, by the newest frames of a ring of another capacity, whose sampler had this state."""
+    listed, oldest = isinstance(memory.storage, ListStorage), former.numbers.start
+    slots = np.arange(oldest, former.written) % former.capacity if memory.storage.ndim == 1 else former.held(...)
+    memory.storage.empty()
+    sampler.empty()
+    memory.by_lane = former.by_lane
+    width = max(math.prod(slots.shape[:-1]), 1)
+    slots = slots[..., -max(memory.capacity // width, 1) :]
+    steps = max(_FRAMES_AT_ONCE // width, 1)
+    for start in range(0, slots.shape[-1], steps):
+        some = slots[..., start : start + steps]
+        frames = [former.storage.at(slot) for slot in some] if listed else former.storage.at(some)
+        sampler.extended(memory, memory.extend(frames))
+    memory.counted = former.counted + former.written - memory.written
+    source = np.moveaxis(slots, -1, 0).reshape(-1)[-len(memory) :]
+    if len(source):
+        sampler.load_moved(memory, state, source, np.array(memory.numbers) % memory.capacity)
 
 
 def files_of(root: Path) -> dict[str, torch.Tensor]:

@@ -167,6 +167,13 @@ class Sampler(Protocol):
         """Continue from the result of `state`, here or in another buffer; {} is the initial state."""
         return
 
+    def load_moved(self, memory: BufferView, state: Arrays, source: Ints, slots: Ints) -> None:
+        """Take over the state of a buffer of another capacity, whose frames in `source` [N] are here in `slots` [N].
+
+        By default nothing: samplers without replacement begin a new round.
+        """
+        return
+
 
 def wanted_size(given: int | None, usual: int | None) -> int:
     """The number of frames in a sample, checked: `given` by the call, else the `usual` one."""

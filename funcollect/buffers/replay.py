@@ -303,8 +303,12 @@ class ReplayBuffer(FramesByIndex):
     def loads(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
         """Restore a dump: the next samples are the ones that the dumped buffer would have returned.
 
+        A buffer of another capacity gets the newest frames that fit, with their priorities; its samples are others, and
+        a sampler without replacement begins a new round.
+
         `allow_pickle` also reads items of a `ListStorage` that are restored by code from the file. FileNotFoundError if
-        there is no complete dump; ValueError if the buffer was built with other arguments, or files are damaged.
+        there is no complete dump; ValueError if the buffer was built with other arguments but the capacity, or files
+        are damaged; also for another capacity with ``ndim > 1``, if batches had different lanes.
         """
         check_kind("path", path, (str, os.PathLike), "pass a directory")
         with self._lock:

@@ -148,6 +148,12 @@ class PrioritizedSampler(RandomSampler):
         # The state may be of a sampler with a larger max_capacity, whose other slots held no frames.
         self.begin(state.get("weights", np.zeros(0))[: self.max_capacity], float(state.get("highest", 1.0)))
 
+    @override
+    def load_moved(self, memory: BufferView, state: Arrays, source: Ints, slots: Ints) -> None:
+        weights = np.zeros(memory.capacity)
+        weights[slots] = state["weights"][source]
+        self.load({**state, "weights": weights})
+
     def stored(self) -> tuple[Floats, float]:
         """The weights of all slots, and the highest priority given."""
         return torch.as_tensor(self._priorities.weights).numpy(force=True).copy(), self._highest.item()
@@ -371,6 +377,12 @@ class RecentSampler(RandomSampler):
         self._versions, self._used = state.get("versions", np.zeros(0, np.int64)), state.get("used", np.zeros(0, bool))
         self._newest, self._read = state.get("counts", np.array([_NO_VERSION, 0])).tolist()
         self._left = state.get("left")
+
+    @override
+    def load_moved(self, memory: BufferView, state: Arrays, source: Ints, slots: Ints) -> None:
+        self._follow(memory)
+        if len(state["used"]):  # otherwise nothing has been drawn
+            self._used[slots] = state["used"][source]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_age={self.max_age}, once={self.once})"

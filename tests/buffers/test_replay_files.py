@@ -197,6 +197,61 @@ def test_a_larger_sampler_goes_on_with_the_priorities_of_a_smaller_one(tmp_path)
         assert other.sample(5)["x"].tolist() == [4] * 5
 
 
+@pytest.mark.parametrize("capacity", [9, 41])
+@pytest.mark.parametrize("kind", ["rows", "file", "stacks", "lanes", "items"])
+def test_a_buffer_of_another_capacity_gets_the_newest_frames(kind, capacity, tmp_path):
+    """In order, whatever slots they had, with what is known of each: priorities, trajectories, whether it was drawn."""
+    storages = {
+        "rows": fc.LazyTensorStorage,
+        "file": fc.LazyMemmapStorage,
+        "stacks": lambda size: fc.LazyTensorStorage(size, frame_stack=STACK, compact_obs=True),
+        "lanes": lambda size: fc.LazyTensorStorage(size, ndim=2),
+        "items": fc.ListStorage,
+    }
+
+    samplers = {
+        "priorities": lambda: fc.PrioritizedSampler(50, 1.0, 1.0),
+        "recent": lambda: fc.RecentSampler(once=True),
+        "slices": lambda: fc.SliceSampler(slice_len=2, strict_length=False),
+    }
+
+    def made(size, name, batches):
+        options = {"batch_size": 4, "generator": torch.Generator().manual_seed(0)}
+        buffer = fc.ReplayBuffer(storage=storages[kind](size), sampler=samplers[name](), **options)
+        for batch in batches:
+            buffer.extend(batch)
+        return buffer
+
+    def in_order(buffer):
+        slots = torch.tensor(buffer.state.memory.numbers)[-kept:] % buffer.storage.max_size
+        return slots, buffer.storage[slots]
+
+    each = [batch[:, :4] if kind == "lanes" else batch[0] for batch in batches(4)]  # the last 20 of 24 or 48 frames
+    kept = min(20, capacity)
+    kept -= kept % 3 if kind == "lanes" else 0
+    for name in samplers if kind != "items" else ["priorities", "recent"]:
+        former = made(20, name, each)
+        if name == "priorities":
+            former.update_priority(torch.arange(20), torch.arange(20) + 1.0)
+        drawn = former.sample(7, return_info=True)[1]["index"] if name == "recent" else None
+        former.dumps(tmp_path / name)
+        loaded = made(capacity, name, each[:1])
+        loaded.loads(tmp_path / name)
+        assert (len(loaded), loaded.write_count) == (kept, former.write_count)
+        (before, frames), (now, same) = in_order(former), in_order(loaded)
+        assert_same(same, frames)
+        if name == "priorities":
+            weights = [torch.from_numpy(buffer.sampler.stored()[0]) for buffer in (former, loaded)]
+            assert torch.equal(weights[1][now], weights[0][before])
+            assert weights[1].count_nonzero() == kept
+        elif name == "recent":
+            left = loaded.sample(50, return_info=True)[1]["index"]
+            assert {*left.tolist()} == {*now[~torch.isin(before, drawn)].tolist()}
+        else:
+            again = frames.reshape(-1, 3).transpose(0, 1) if kind == "lanes" else frames
+            assert_same(loaded.sample(40), made(capacity, name, [again]).sample(40))
+
+
 def test_a_round_goes_on_after_a_dump(tmp_path):
     buffer = filled(numbers(10), 10, fc.SamplerWithoutReplacement(), batch_size=2, prefetch=2)
     some = [buffer.sample()["x"]]
@@ -234,7 +289,6 @@ def test_files_that_were_changed(tmp_path):
 def test_buffers_of_another_kind(tmp_path):
     filled(numbers(4), 20).dumps(tmp_path)
     for storage, sampler, message in (
-        (fc.LazyTensorStorage(30), None, "max_size of the dump is 20, of this buffer 30: build the buffer like"),
         (fc.ListStorage(20), None, "storage of the dump is rows, of this buffer list"),
         (fc.LazyTensorStorage(20, ndim=2), None, "ndim of the dump is 1, of this buffer 2"),
         (fc.LazyTensorStorage(20), fc.SliceSampler(slice_len=2), "dump is RandomSampler, of this buffer SliceSampler"),
