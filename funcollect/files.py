@@ -269,7 +269,7 @@ class Uninterrupted:
     def __enter__(self) -> None:
         self._interrupted_at: FrameType | None = None  # the frame in which the signal arrived
         self._handler: Any = None
-        outermost = Uninterrupted._outermost is None and threading.current_thread() is threading.main_thread()
+        outermost = Uninterrupted._outermost is None and threading.main_thread().ident == threading.get_ident()
         if outermost and callable(handler := _signal.getsignal(_signal.SIGINT)):
             self._handler = handler
             _signal.signal(_signal.SIGINT, self._note)

@@ -126,12 +126,6 @@ def time_last(dims: int) -> list[Any]:
     return [*[None] * (dims - 1), "time"]
 
 
-def aliased(nested: Mapping[str, Any], batch_size: torch.Size) -> TensorDict:
-    """A batch, with time last, of new tensors over the same memory, which are not views to autograd."""
-    leaves = {name: aliased(each, batch_size) if isinstance(each, dict) else each.data for name, each in nested.items()}
-    return TensorDict._new_unsafe(leaves, batch_size=batch_size, names=time_last(len(batch_size)))
-
-
 def _build(nested: Mapping[str, Any], size: torch.Size, names: Any = None) -> TensorDict:
     leaves = {name: _build(each, size, names) if isinstance(each, dict) else each for name, each in nested.items()}
     return TensorDict._new_unsafe(leaves, batch_size=size, names=names)

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from funcollect.arguments import check_kind, check_positive
-from funcollect.datasets.episodes import ACTION, DONE, REWARD, TERMINATED, TRUNCATED, Array, extra, parts_of
+from funcollect.datasets.episodes import DONE, REWARD, TERMINATED, TRUNCATED, Array, extra, parts_of
 from funcollect.tree import to_batch
 
 _NUMBERS = {REWARD, DONE, TERMINATED, TRUNCATED, DONE[1:], TERMINATED[1:], TRUNCATED[1:]}
@@ -72,7 +72,7 @@ def from_hf(dataset: Any, *, frames_per_batch: int = 10_000) -> Iterator[TensorD
             raise FileNotFoundError(f"{what}: check the path")
         dataset = library.concatenate_datasets([library.load_from_disk(part) for part in parts])
     check_kind("dataset", dataset, library.Dataset, "pass a datasets.Dataset, or a folder of to_hf")
-    names = {".".join(path) for path in (ACTION, REWARD, DONE, TERMINATED, TRUNCATED)}
+    names = {".".join(path) for path in (DONE, TERMINATED, TRUNCATED)}  # the others may be of groups of agents
     if missing := sorted(names - {*dataset.column_names}):
         raise ValueError(f"dataset lacks the columns {missing}, it has {dataset.column_names}: rename them")
     rows = dataset.with_format("arrow")

@@ -117,8 +117,8 @@ def test_a_table_of_hugging_face_has_every_leaf(tmp_path):
         assert_same(episodes([torch.cat(batches)]), wanted)
     with pytest.raises(ValueError, match="expected one or more: collect more frames"):
         to_hf([])
-    with pytest.raises(ValueError, match=r"lacks the columns \['action'\].*: rename them"):
-        from_hf(saved.remove_columns("action"))
+    with pytest.raises(ValueError, match=r"lacks the columns \['next.done'\].*: rename them"):
+        from_hf(saved.remove_columns("next.done"))
 
 
 @pytest.mark.parametrize(("options", "compact"), once([{"set_truncated": True}, {"split_trajs": True}], [False, True]))
@@ -432,8 +432,12 @@ def test_arrays_that_do_not_fit(change, error, words):
         from_arrays("nowhere.hdf5")
 
 
-def test_several_players_and_agents_are_refused(tmp_path):
-    env = fc.make_env("pettingzoo/mpe/simple_tag_v3", num_envs=2)
+def test_several_players_and_agents_are_refused_but_in_tables(tmp_path):
+    env = fc.make_env("pettingzoo/mpe/simple_tag_v3", num_envs=2, max_cycles=9)
+    wanted, got = episodes(collected(env, 60)), episodes([torch.cat([*from_hf(to_hf(collected(env, 20)))])])
+    assert len(got) == 12
+    assert "observation" in got[0]["adversary"]
+    assert_same(got, wanted)
     with pytest.raises(ValueError, match="groups of agents, expected one agent: to_hf writes any batch"):
         write_minari(tmp_path / "d", [], env=env)
     env = make("box")

@@ -24,7 +24,7 @@ from funcollect.processes.child import ChildSetup
 from funcollect.processes.memory import Memory, MemoryLayout
 from funcollect.processes.serving import Answering
 from funcollect.processes.system import SIGNS
-from funcollect.tree import Path, aliased, flatten, nest
+from funcollect.tree import Path, flatten, to_batch
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a library reports its use only if its user wants that
 try:
@@ -52,7 +52,7 @@ class PackedLayout(NamedTuple):
         if self.single is not None:
             for path, leaf in leaves.items():
                 leaves[path] = leaf.squeeze(first + 1) if self.single else leaf.transpose(first, first + 1)
-        return aliased(nest(leaves), leaves["next", "done"].shape[:-1])
+        return to_batch({path: leaf.data for path, leaf in leaves.items()}, leaves["next", "done"].shape[:-1])
 
 
 class PackedBatch(NamedTuple):

@@ -231,7 +231,8 @@ class Gathering(WorkerPool):
         most = max(self._ahead, 1)
         if self._lag is not None:
             self._lag.requested(self.weights.version)
-        if (place := self._deliverable()) is None:
+        if self._deliverable() is None:
+            self.poll()
             self._advance(most)
         while (place := self._deliverable()) is None:
             self.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from sys import getrefcount
@@ -25,7 +25,7 @@ from funcollect.errors import WorkerError
 from funcollect.processes.memory import LeafPlace, Memory, MemoryLayout, mapped, shared_memory
 from funcollect.processes.pool import Call
 from funcollect.processes.serving import ProcessTransport, serve
-from funcollect.tree import Path, aliased, nest
+from funcollect.tree import Path, to_batch
 
 _NUMBERS = itertools.count()  # one for each memory for weights, by which workers know it
 
@@ -83,7 +83,7 @@ class BatchSlot:
     def _open(self) -> None:
         """Make the tensors of the slot, and record the reference counts that they have by themselves."""
         leaves = self._layout.leaves(self.memory)
-        self._leaves, self._size = nest(leaves), leaves["next", "done"].shape[:-1]
+        self._leaves, self._size = leaves, leaves["next", "done"].shape[:-1]
         self._first = next(iter(leaves.values()))
         self._address = self._first.data_ptr()
         self._storage = self._first.untyped_storage()
@@ -102,7 +102,7 @@ class BatchSlot:
         """The batch that is in the slot."""
         if self._first.data_ptr() != self._address:  # `share_memory_` has given the storage other memory
             self._open()
-        return aliased(self._leaves, self._size)
+        return to_batch({path: leaf.data for path, leaf in self._leaves.items()}, self._size)
 
 
 class SlotAssembler(BatchAssembler):
@@ -116,23 +116,18 @@ class SlotAssembler(BatchAssembler):
         self._slots: list[BatchSlot] = []  # none before the first rollouts have shown the layout
         self._written: set[int] = set()  # slots with a batch that is being collected, or not delivered
 
-    @property
-    def lent(self) -> set[int]:
-        """The slots that the reader holds views of."""
-        return {index for index, slot in enumerate(self._slots) if slot.lent}
-
-    def _free(self) -> list[int]:
+    def _free(self) -> Iterator[int]:
         """The slots that neither the reader nor a worker uses."""
-        taken = self.lent | self._written
-        return [slot for slot in range(self.group.slots) if slot not in taken]
+        unwritten = (slot for slot in range(self.group.slots) if slot not in self._written)
+        return (slot for slot in unwritten if not self._slots or not self._slots[slot].lent)
 
     @override
     def room(self) -> bool:
-        return bool(self._free() and (self._slots or not self._written))  # only one batch before there are slots
+        return bool(self._slots or not self._written) and any(True for _ in self._free())  # one, before there are slots
 
     @override
     def begin(self, version: int) -> PendingBatch:
-        slot = self._free()[0]
+        slot = next(self._free())
         self._written.add(slot)
         calls = [self._submit(Call(worker, "collect", (slot,), plain=True)) for worker in self.group.workers]
         return PendingBatch(calls, version, slot)
@@ -167,7 +162,7 @@ class SlotAssembler(BatchAssembler):
 
     @override
     def deliver(self, pending: PendingBatch) -> TensorDict:
-        copied = len(self.lent) == self.group.slots - 1
+        copied = all(slot.lent for number, slot in enumerate(self._slots) if number != pending.slot)
         batch = self._slots[pending.slot].batch()
         if copied:
             self.copies += 1

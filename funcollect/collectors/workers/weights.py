@@ -132,13 +132,14 @@ class Weights:
 
     def send(self) -> None:
         """Send the latest weights to every worker that has copied the ones before."""
-        with self._pool.lock, Uninterrupted():
+        with self._pool.lock:
             for worker, status in self._status.items():
                 if status.sent is not None and status.sent[1].done:
                     status.copied, status.sent = status.sent[0].number, None
                 wanted = status.wanted
                 if status.sent is None and wanted is not None and wanted.number != status.copied:
-                    status.sent = wanted, self._pool.submit(wanted.call(worker))
+                    with Uninterrupted():
+                        status.sent = wanted, self._pool.submit(wanted.call(worker))
 
     def sent_to(self, worker: int) -> int:
         """The lowest version of the weights in a rollout that this worker begins now."""
