@@ -267,13 +267,18 @@ class Uninterrupted:
     _outermost: ClassVar[Uninterrupted | None] = None  # the block that the main thread is in
 
     def __enter__(self) -> None:
-        self._interrupted_at: FrameType | None = None  # the frame in which the signal arrived
         self._handler: Any = None
-        outermost = Uninterrupted._outermost is None and threading.main_thread().ident == threading.get_ident()
-        if outermost and callable(handler := _signal.getsignal(_signal.SIGINT)):
-            self._handler = handler
-            _signal.signal(_signal.SIGINT, self._note)
-            Uninterrupted._outermost = self
+        self._interrupted_at: FrameType | None = None  # the frame in which the signal arrived
+        if Uninterrupted._outermost is None:
+            try:
+                handler = _signal.signal(_signal.SIGINT, self._note)
+            except ValueError:  # in another thread
+                return
+            if callable(handler):
+                self._handler = handler
+                Uninterrupted._outermost = self
+            else:
+                _signal.signal(_signal.SIGINT, handler)
 
     def _note(self, _: int, frame: FrameType | None) -> None:
         self._interrupted_at = frame

@@ -199,12 +199,12 @@ class WorkerCollector(CollectorBase):
         ]
         self.run.call_each("set_env_params", [dumps((part, at_once)) for part in parts])
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in HOOKS and "run" in vars(self):
+    def _set_hook(self, name: str, value: Any) -> None:
+        if "run" in vars(self):
             check_hook(name, value)
             self._check_open()
             self.run.set_hook(name, value)
-        super().__setattr__(name, value)
+        vars(self)[name] = value
 
     @override
     def _reseed(self, seed: int) -> int:
@@ -317,6 +317,15 @@ class WorkerCollector(CollectorBase):
     def __repr__(self) -> str:
         workers = f"num_workers={len(self.run.workers)}, frames_per_batch={self.options.frames_per_batch}"
         return f"{type(self).__name__}({self.run.info.label}, {workers}, frames={self.frames})"
+
+
+def _hook(name: str) -> property:
+    """A field that the workers get when it is assigned; `__setattr__` would make each batch's counting slower."""
+    return property(lambda self: vars(self)[name], lambda self, value: self._set_hook(name, value))
+
+
+for _name in HOOKS:
+    setattr(WorkerCollector, _name, _hook(_name))
 
 
 def _has_int_keys(params: Any) -> bool:

@@ -433,9 +433,9 @@ def test_arrays_that_do_not_fit(change, error, words):
 
 
 def test_several_players_and_agents_are_refused_but_in_tables(tmp_path):
-    env = fc.make_env("pettingzoo/mpe/simple_tag_v3", num_envs=2, max_cycles=9)
+    env = fc.make_env("pettingzoo/mpe/simple_tag_v3", num_envs=2)
     wanted, got = episodes(collected(env, 60)), episodes([torch.cat([*from_hf(to_hf(collected(env, 20)))])])
-    assert len(got) == 12
+    assert len(got) == 4
     assert "observation" in got[0]["adversary"]
     assert_same(got, wanted)
     with pytest.raises(ValueError, match="groups of agents, expected one agent: to_hf writes any batch"):

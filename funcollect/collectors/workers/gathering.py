@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -232,8 +233,9 @@ class Gathering(WorkerPool):
         if self._lag is not None:
             self._lag.requested(self.weights.version)
         if self._deliverable() is None:
-            self.poll()
-            self._advance(most)
+            with nullcontext() if self.together or not self._transport.patient else Uninterrupted():  # one for all
+                self.poll()
+                self._advance(most)
         while (place := self._deliverable()) is None:
             self.wait()
             self._advance(most)

@@ -25,7 +25,7 @@ from funcollect.errors import WorkerError
 from funcollect.processes.memory import LeafPlace, Memory, MemoryLayout, mapped, shared_memory
 from funcollect.processes.pool import Call
 from funcollect.processes.serving import ProcessTransport, serve
-from funcollect.tree import Path, to_batch
+from funcollect.tree import Path, form_of
 
 _NUMBERS = itertools.count()  # one for each memory for weights, by which workers know it
 
@@ -83,8 +83,9 @@ class BatchSlot:
     def _open(self) -> None:
         """Make the tensors of the slot, and record the reference counts that they have by themselves."""
         leaves = self._layout.leaves(self.memory)
-        self._leaves, self._size = leaves, leaves["next", "done"].shape[:-1]
-        self._first = next(iter(leaves.values()))
+        self._form = form_of(tuple(leaves), leaves["next", "done"].shape[:-1], with_time=True, locked=False)
+        self._leaves = [*leaves.values()]
+        self._first = self._leaves[0]
         self._address = self._first.data_ptr()
         self._storage = self._first.untyped_storage()
         self._own_references = self._references()
@@ -102,7 +103,7 @@ class BatchSlot:
         """The batch that is in the slot."""
         if self._first.data_ptr() != self._address:  # `share_memory_` has given the storage other memory
             self._open()
-        return to_batch({path: leaf.data for path, leaf in self._leaves.items()}, self._size)
+        return self._form.filled([leaf.data for leaf in self._leaves])
 
 
 class SlotAssembler(BatchAssembler):
