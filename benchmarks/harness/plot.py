@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = Path(__file__).parents[1] / "results"
 LIMITS = Path(__file__).parents[1] / "limits.md"  # a section of the page
-PICTURES = ("collect", "step", "daily", "fused", "policies", "vector", "vector-GPU", "workers", "replay", "ray")
+PICTURES = (
+    "collect", "step", "daily", "fused", "policies", "vector", "vector-GPU", "workers", "replay", "offline", "ray",
+)  # fmt: skip
 COSTS = ("imports", "memory", "overhead", "scale")  # which have no peers
 INTRODUCTION = """# Benchmarks
 
