@@ -269,16 +269,13 @@ class Uninterrupted:
     def __enter__(self) -> None:
         self._handler: Any = None
         self._interrupted_at: FrameType | None = None  # the frame in which the signal arrived
-        if Uninterrupted._outermost is None:
+        if Uninterrupted._outermost is None and callable(handler := _signal.getsignal(_signal.SIGINT)):
             try:
-                handler = _signal.signal(_signal.SIGINT, self._note)
+                _signal.signal(_signal.SIGINT, self._note)
             except ValueError:  # in another thread
                 return
-            if callable(handler):
-                self._handler = handler
-                Uninterrupted._outermost = self
-            else:
-                _signal.signal(_signal.SIGINT, handler)
+            self._handler = handler
+            Uninterrupted._outermost = self
 
     def _note(self, _: int, frame: FrameType | None) -> None:
         self._interrupted_at = frame

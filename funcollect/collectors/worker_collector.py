@@ -321,7 +321,7 @@ class WorkerCollector(CollectorBase):
 
 def _hook(name: str) -> property:
     """A field that the workers get when it is assigned; `__setattr__` would make each batch's counting slower."""
-    return property(lambda self: vars(self)[name], lambda self, value: self._set_hook(name, value))
+    return property(lambda self: vars(self).get(name), lambda self, value: self._set_hook(name, value))
 
 
 for _name in HOOKS:
