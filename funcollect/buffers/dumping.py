@@ -14,17 +14,17 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from funcollect.buffers import Arrays
+from funcollect.buffers import Arrays, Ints
 from funcollect.buffers.indices import Sampler
 from funcollect.buffers.ring import RingMemory
 from funcollect.buffers.storages import LazyMemmapStorage, LazyTensorStorage
 from funcollect.buffers.storages.storage import Dumped, ListStorage, Storage
-from funcollect.files import read_arrays, replacing, sync
+from funcollect.files import Uninterrupted, read_arrays, replacing, sync
 from funcollect.messages import shown
 
 _Generator = torch.Generator | None
@@ -119,10 +119,20 @@ def _current(root: Path) -> Path | None:
     return root / name
 
 
-def load(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator, allow_pickle: bool) -> None:
+class OtherCapacity(NamedTuple):
+    """What a dump of a buffer of another capacity holds."""
+
+    memory: RingMemory
+    slots: Ints  # [*lanes, T], oldest first
+    state: Arrays  # of its sampler
+
+
+def load(
+    root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator, allow_pickle: bool
+) -> OtherCapacity | None:
     """Read the current dump into the parts of a buffer that was built with the same arguments.
 
-    If its capacity is another one, it is extended by the dump's newest frames that fit, oldest first.
+    If its capacity is another one, return what there is for `move`.
     """
     if (found := _current(root)) is None:
         raise FileNotFoundError(f"{root} has no complete dump of a buffer: pass the directory given to dumps")
@@ -138,6 +148,7 @@ def load(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
             sampler.load(_part("sampler", arrays))
         former = memory if same else RingMemory(_like(memory.storage, meta["max_size"]), memory.trajectories)
         _read(found, meta, arrays, former, allow_pickle)
+        other = None if same else OtherCapacity(former, _in_order(former), _part("sampler", arrays))
     except BaseException as error:
         sampler.load(drawn)
         if generator is not None and before is not None:
@@ -145,8 +156,7 @@ def load(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
         if not isinstance(error, (OSError, EOFError, LookupError, TypeError, AttributeError, RuntimeError)):
             raise
         raise ValueError(f"{found} cannot be read ({error!r}): the dump is damaged, or too large here") from error
-    if not same:
-        _move(former, memory, sampler, _part("sampler", arrays))
+    return other
 
 
 def _check_kind(root: Path, meta: Mapping[str, Any], kind: Mapping[str, Any]) -> None:
@@ -182,20 +192,25 @@ def _like(storage: Storage, capacity: int) -> Storage:
     return kind(capacity, ndim=storage.ndim, **options)
 
 
-def _move(former: RingMemory, memory: RingMemory, sampler: Sampler, state: Arrays) -> None:
-    """Extend a buffer, emptied, by the newest frames of a ring of another capacity, whose sampler had this state."""
-    listed, oldest = isinstance(memory.storage, ListStorage), former.numbers.start
-    slots = np.arange(oldest, former.written) % former.capacity if memory.storage.ndim == 1 else former.held(...)
-    memory.storage.empty()
-    sampler.empty()
-    memory.by_lane = former.by_lane
+def _in_order(memory: RingMemory) -> Ints:
+    """The slots [*lanes, T] of a ring, oldest first; ValueError if batches had different lanes."""
+    if memory.storage.ndim > 1:
+        return memory.held(...)
+    return np.arange(memory.numbers.start, memory.written) % memory.capacity
+
+
+def move(other: OtherCapacity, memory: RingMemory, sampler: Sampler) -> None:
+    """Extend an empty buffer by the newest frames that fit; if it is interrupted, it has some of them."""
+    former, slots, state = other
+    memory.by_lane, listed = former.by_lane, isinstance(memory.storage, ListStorage)
     width = max(math.prod(slots.shape[:-1]), 1)
     slots = slots[..., -max(memory.capacity // width, 1) :]
     steps = max(_FRAMES_AT_ONCE // width, 1)
     for start in range(0, slots.shape[-1], steps):
         some = slots[..., start : start + steps]
         frames = [former.storage.at(slot) for slot in some] if listed else former.storage.at(some)
-        sampler.extended(memory, memory.extend(frames))
+        with Uninterrupted():
+            sampler.extended(memory, memory.extend(frames))
     memory.counted = former.counted + former.written - memory.written
     source = np.moveaxis(slots, -1, 0).reshape(-1)[-len(memory) :]
     if len(source):

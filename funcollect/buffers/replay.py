@@ -313,8 +313,12 @@ class ReplayBuffer(FramesByIndex):
         check_kind("path", path, (str, os.PathLike), "pass a directory")
         with self._lock:
             fresh = ring.RingMemory(self.storage, self.sampler.trajectories)
-            dumping.load(Path(path), fresh, self.sampler, self.generator, allow_pickle)
-            self._replace(fresh)
+            other = dumping.load(Path(path), fresh, self.sampler, self.generator, allow_pickle)
+            if other is None:
+                self._replace(fresh)
+                return
+            self.empty()
+            dumping.move(other, self._memory, self.sampler)
 
     save = dump = dumps
     load = loads
