@@ -124,7 +124,8 @@ class SlotAssembler(BatchAssembler):
 
     @override
     def room(self) -> bool:
-        return bool(self._slots or not self._written) and any(True for _ in self._free())  # one, before there are slots
+        only_one = not self._slots  # batch, before there are slots
+        return not (only_one and self._written) and next(self._free(), None) is not None
 
     @override
     def begin(self, version: int) -> PendingBatch:
