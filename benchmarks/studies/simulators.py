@@ -155,7 +155,7 @@ ROWS = (
     ),
     Row("ManiSkill", "fc.envs.from_torch_vector_env(lambda: ManiSkillVectorEnv(…))", why_not=_GPU),
     Row("Isaac Lab", "fc.envs.from_torch_vector_env(lambda: gymnasium.make(…))", why_not=_GPU),
-    Row("mjlab", "fc.envs.from_torch_vector_env(a_wrapper)", why_not=_GPU),
+    Row("mjlab", "fc.envs.from_torch_vector_env(lambda: ManagerBasedRlEnv(…))", why_not=_GPU),
 )
 _HOW = {
     "Lanes": "lane by lane",

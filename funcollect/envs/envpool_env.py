@@ -17,7 +17,7 @@ from funcollect.arguments import check_keys, check_not_given, check_num_envs, ch
 from funcollect.envs.base import box, import_extra, info_place
 from funcollect.envs.host.host_env import ONWARD, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
 from funcollect.envs.plain_spaces import map_parts
-from funcollect.errors import EnvError
+from funcollect.errors import EnvError, NoResetError
 from funcollect.protocols import Outcome
 from funcollect.specs import ActionSpec, Space, observation_leaves
 
@@ -208,13 +208,26 @@ class AsynchronousLanes(EnvPoolLanes):
 
     @override
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
-        seeded = any(seed is not None for seed in seeds)
-        if not seeded and (waiting := sorted(self.busy.intersection(lanes))):
-            what = f"lanes {waiting}: a reset of lanes whose answers are under way, expected none"
-            raise EnvError(f"{what}: begin another run with funcollect.init, or leave batch_size out")
+        everyone = len(lanes) == self._num_envs  # whose observations have to be there at once
+        if not everyone and (waiting := sorted(self.busy.intersection(lanes))):
+            what = f"lanes {waiting}: a reset of lanes whose answers are under way, expected one of all lanes"
+            raise NoResetError(f"{what}: reset them all, or leave batch_size out")
+        if everyone and self.busy:
+            self._drop_answers()
         super().reset(lanes, seeds)
-        while seeded and self._begins.any():
+        while everyone and self._begins.any():
             self._answer()
+
+    def _drop_answers(self) -> None:
+        """Wait for all lanes. As the pool answers for `least_ready` at a time, others are stepped to make that many."""
+        idle = [lane for lane in range(self._num_envs) if lane not in self.busy]
+        beside = np.array(idle[: -len(self.busy) % self.least_ready], np.int32)
+        if beside.size:
+            self._pool.send(self._no_action[beside], beside)
+            self.busy.update(beside.tolist())
+        while self.busy:
+            self._answer()
+        self._ended[:] = False  # which of them ended a life is not known any more, so all begin another game
 
     @override
     def _begin(self, lives: Index, games: Index) -> list[tuple[Index, Any]]:

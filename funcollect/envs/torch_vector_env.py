@@ -129,6 +129,7 @@ def _resets_of(env: Any, label: str, mode: str | None, way: str | None) -> tuple
 
     ManiSkill declares SAME_STEP even if it resets nothing; mjlab declares the mode in its configuration only.
     """
+    mode = getattr(mode, "name", mode)  # Gymnasium's enum has these names
     if way is not None:
         check_choice("partial_reset", way, _RESETS)
     resets = _member(env, "auto_reset")

@@ -289,12 +289,24 @@ def test_a_reset_of_lanes_that_are_ahead_leaves_the_others_alone():
     assert (batch["collector", "traj_ids"][mask, 0] > wanted["collector", "traj_ids"][mask, 0]).all()
 
 
-def test_an_asynchronous_pool_goes_on_after_a_broken_call_and_refuses_what_it_cannot_do(monkeypatch):
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("begin", [fc.reset, fc.recover])
+def test_an_asynchronous_pool_resets_all_lanes_in_mid_run(size, begin):
+    env, policy, state = fresh("envpool/CartPole-v1", num_envs=6, batch_size=size)
+    for _ in range(5):
+        state, _ = fc.rollout(env, policy, state, 20)
+        ids, state = state.traj_ids, begin(env, state)
+        assert state.observation["observation",].abs().max() < 0.05  # where episodes begin
+        assert (state.traj_ids > ids).all()
+        state, batch = fc.rollout(env, policy, state, 9)
+        assert batch["collector", "step"][:, 0].eq(0).all()
+
+
+def test_an_asynchronous_pool_refuses_what_it_cannot_do():
     env, policy, state = fresh("envpool/CartPole-v1", steps=20, num_envs=6, batch_size=2)
+    busy = torch.arange(6) == min(state.env_state.simulation.simulators.busy)
     with pytest.raises(fc.EnvError, match=r"under way.*leave batch_size out"):
-        fc.reset(env, state)
-    state = fc.recover(env, state)
-    state, batch = fc.rollout(env, policy, state, 9)
-    assert batch["collector", "step"][:, 0].eq(0).all()
+        fc.reset(env, state, busy)
+    fc.rollout(env, policy, state, 9)  # nothing was lost
     with pytest.raises(ValueError, match="batch_size is 4, expected a divisor of num_envs=6"):
         fc.make_env("envpool/CartPole-v1", num_envs=6, batch_size=4)

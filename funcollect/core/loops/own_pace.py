@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -188,7 +189,7 @@ class OwnPaceStepper(HostStepper):
             raise bad_outcome(outcome, lanes) from error
         for number, values in enumerate(info):
             for step, lane, value in zip(steps, lanes, values, strict=True):
-                self._infos[step, lane, number] = value
+                self._infos[step, lane, number] = copy(value)  # whose memory the next step may write
         over = ends.any(0)
         ended: list[int] = np.array(lanes)[over].tolist()
         if not ended:

@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium
 import numpy.typing as npt
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
 from funcollect import arguments
@@ -49,7 +49,7 @@ def from_gymnasium(
     replayable: bool = True,
     drop: Sequence[str] = (),
     text: int | None = None,
-    autoreset_mode: str | None = None,
+    autoreset_mode: str | AutoresetMode | None = None,
     max_carry: int = 1024,
     **kwargs: Any,
 ) -> SimulatedEnv:
@@ -65,7 +65,7 @@ def from_gymnasium(
 
     Args:
         env: a registered id, an `EnvSpec`, a factory, an instance (which backs one state; others are rebuilt from its
-            spec), a list of these (one per lane), or a `VectorEnv` with ``autoreset_mode=AutoresetMode.DISABLED``.
+            spec), a list of these (one per lane), or a `VectorEnv`, whichever way it resets its lanes.
         num_envs: P, made from one id, spec or factory; None for a single environment without a batch dimension.
         num_workers: the number of worker processes, each with a contiguous group of lanes; 0 for none. The data are the
             same. The guide to many simulators says when they pay, what can be sent to them, and what a lost one means.
@@ -87,7 +87,7 @@ def from_gymnasium(
         text: Text spaces become uint8 [text]: the bytes of the text in UTF-8, and zeros after them. A longer text is an
             EnvError, which names its length.
         autoreset_mode: how a `VectorEnv` that does not say so resets its lanes, ``"DISABLED"``, ``"NEXT_STEP"`` or
-            ``"SAME_STEP"``; see the guide to many simulators.
+            ``"SAME_STEP"``, or Gymnasium's `AutoresetMode`; see the guide to many simulators.
         max_carry: the most rows by which a lane of a `VectorEnv` may run ahead of a rollout, where a reset takes a step
             of all lanes (``"NEXT_STEP"`` without masks). They open the next batch, with the `policy_version` that made
             them.

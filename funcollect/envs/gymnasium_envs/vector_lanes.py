@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from gymnasium.vector import AsyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncState
 from typing_extensions import override
 
@@ -33,16 +33,19 @@ _TO_DIE = 1.0  # seconds that a process may take to end after its pipe was close
 
 
 def over_vector(
-    vector: Any, build: Callable[[], Any] | None, mode: str | None, max_carry: int
+    vector: Any, build: Callable[[], Any] | None, mode: str | AutoresetMode | None, max_carry: int
 ) -> tuple[Opener, Seeding, bool]:
     """The opener over a vector environment, its seeding, and whether it can be replayed; ValueError for a bad mode."""
-    declared = autoreset_mode(vector)
+    declared, mode = autoreset_mode(vector), getattr(mode, "name", mode)  # Gymnasium's enum has these names
     if mode is not None:
         check_choice("autoreset_mode", mode, AUTORESET_MODES)
     if mode is not None and declared is not None and mode != declared:
         what = f"autoreset_mode is {mode!r}, and {type(vector).__name__} declares {declared}"
         raise ValueError(f"{what}: leave it out, or build that so")
-    masked, games = is_of_kind(vector, *_MASKED), is_of_kind(vector, GAMES)
+    masked, games = takes_masks(vector), is_of_kind(vector, GAMES)
+    if games and (size := getattr(vector.unwrapped, "batch_size", 0)) not in (0, vector.num_envs):
+        what = f"batch_size is {size}, expected that of all lanes, {vector.num_envs}"
+        raise ValueError(f"{what}: leave it out, or take EnvPool's games, such as 'envpool/Pong-v5'")
     if (mode := mode or declared) not in AUTORESET_MODES:
         what = f"{type(vector).__name__} does not say how it resets its lanes, expected one of {AUTORESET_MODES}"
         raise ValueError(f"{what}: pass it as autoreset_mode=, or the list of its functions")
@@ -59,6 +62,13 @@ def is_of_kind(vector: Any, *names: str) -> bool:
     return any(kind.__name__ in names for kind in type(vector.unwrapped).__mro__)
 
 
+def takes_masks(vector: Any) -> bool:
+    """Whether resets take a mask of lanes, and the next step resets none of these again."""
+    processes = isinstance(vector.unwrapped, AsyncVectorEnv) and not vector.unwrapped.shared_memory
+    again = processes and autoreset_mode(vector) == "NEXT_STEP"  # those of Gymnasium 1.3 forget that they were reset
+    return is_of_kind(vector, *_MASKED) and not again
+
+
 class VectorLanes(SimulatorsBase):
     """A vector environment that is stepped as a whole, and reset by masks before a step would reset a lane."""
 
@@ -71,7 +81,7 @@ class VectorLanes(SimulatorsBase):
         self._broken_off = False  # whether the last call of the environment raised, so its processes may be unusable
         self._info_keys = env.info_keys
         self._started = False  # whether all lanes have been reset
-        self._takes_masks, self._games = is_of_kind(self._env, *_MASKED), is_of_kind(self._env, GAMES)
+        self._takes_masks, self._games = takes_masks(self._env), is_of_kind(self._env, GAMES)
         own, decode = own_spaces(env)[1], batch_decoder(env.action_spec)
         self._decode = batch_structure(own, decode) if isinstance(own, STRUCTURED) else decode
         self._ended: npt.NDArray[np.bool_] = np.zeros(self._env.num_envs, bool)  # [P]: the last step ended an episode
@@ -125,9 +135,8 @@ class VectorLanes(SimulatorsBase):
         outcome = self._checked(answer)
         flags = outcome[1:] > 0
         self._ended = np.any(flags, axis=0)
-        if not self.resets_itself and any(name in info for name in FINAL) and self._ended.any():
-            what = "the vector environment begins other episodes in the step of an end, as its infos show"
-            raise EnvError(f"{what}, expected that of SAME_STEP alone: declare or pass that mode; {ONWARD}")
+        if not isinstance(info, Mapping):
+            raise EnvError(f"the vector environment: step returned the infos {shown(info)}, expected a dict: {API}")
         picked = self._pick(info)
         self._observe(observation, info, lanes)
         if not everyone:
@@ -136,8 +145,28 @@ class VectorLanes(SimulatorsBase):
         return outcome[0].tolist(), flags[0].tolist(), flags[1].tolist(), picked
 
     def _observe(self, observation: Any, info: Mapping[str, Any], lanes: Sequence[int]) -> None:
-        """Write the observations of these lanes after a step."""
+        """Write the observations of these lanes after a step; EnvError if they are those of other episodes."""
         self._rows.write_batch(observation, lanes, of_all=True)
+        ended = [lane for lane in lanes if self._ended[lane]]
+        if not ended or self.resets_itself or not any(name in info for name in FINAL):
+            return
+        own = {path: rows.copy() for path, rows in self.observation.items()}
+        self._write_final(info, ended)
+        for path, rows in self.observation.items():
+            if not np.array_equal(rows, own[path], equal_nan=rows.dtype.kind == "f"):
+                what = "the vector environment begins other episodes in the step of an end, as its infos show"
+                raise EnvError(f"{what}, expected that of SAME_STEP alone: declare or pass that mode; {ONWARD}")
+
+    def _write_final(self, info: Mapping[str, Any], ended: Sequence[int]) -> None:
+        """Write the last observations of lanes that ended, where the infos have them; else EnvError."""
+        name = next((name for name in FINAL if name in info), None)
+        reported = info.get(f"_{name}", [name is not None] * self._env.num_envs)  # Gymnasium's mask of lanes
+        if lacking := [lane for lane in ended if not reported[lane]]:
+            what = f"lanes {lacking}: the vector environment begins others and does not report the last observations"
+            mend = f"add them there, or pass another autoreset_mode; {ONWARD}"
+            raise EnvError(f"{what}, expected them in the infos as {FINAL[0]!r}: {mend}")
+        for lane in ended:
+            self._rows.write_lane(lane, map_leaves(lambda _, rows: rows[lane], info[name]))  # noqa: B023  (at once)
 
     def _checked(self, answer: Sequence[Any]) -> npt.NDArray[np.float64]:
         """Reward, terminated and truncated of a step as one array [3, P]; EnvError for other than P values each."""
@@ -224,19 +253,17 @@ class SelfResettingLanes(VectorLanes):
         if not (ended := [lane for lane in lanes if self._ended[lane]]):
             return
         self._begun = {path: rows.copy() for path, rows in self.observation.items()}
-        if (name := next((name for name in FINAL if name in info), None)) is None:
-            what = "the vector environment begins other episodes itself and does not report the last observations"
-            mend = f"add them there, or pass another autoreset_mode; {ONWARD}"
-            raise EnvError(f"{what}, expected them in the infos as {FINAL[0]!r}: {mend}")
-        for lane in ended:
-            self._rows.write_lane(lane, map_leaves(lambda _, rows: rows[lane], info[name]))  # noqa: B023  (at once)
+        self._write_final(info, ended)
 
     @override
     def _pick(self, info: dict[str, Any]) -> list[tuple[Any, ...]]:
         """As above, but those of lanes that ended come from ``"final_info"``."""
         if not (self._info_keys and self._ended.any()):
             return super()._pick(info)
-        columns, final = [], info.get("final_info", {})
+        columns, final = [], info.get("final_info")
+        if not isinstance(final, Mapping):
+            what = f"a step that ends episodes returned {shown(final)} as the info 'final_info', which holds their infos"
+            raise EnvError(f"{what}, expected a dict: take no info_keys, or NEXT_STEP; {ONWARD}")
         for key in self._info_keys:
             values = []
             for lane, ended in enumerate(self._ended):

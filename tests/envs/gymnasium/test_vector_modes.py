@@ -8,7 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 import funcollect as fc
 from funcollect.core.api import run
@@ -156,21 +156,48 @@ class Plain(VectorEnv):
 
 
 class Together(Plain):
-    """All lanes end at once, and the step that resets them has no infos."""
+    """All lanes end at once, and the step that resets them has no infos; the others write them into the same array."""
+
+    at = np.zeros((P, 1))
 
     def step(self, actions):
         self.count = np.where(self.count == 4, 0, self.count[0] + 1)
-        infos = {"at": self.count.copy()} if self.count.any() else {}
+        self.at[:, 0] = self.count
+        infos = {"at": self.at} if self.count.any() else {}
         return self.seen(), np.ones(P), self.count == 4, self.count < 0, infos
 
 
 def test_infos_where_one_step_resets_all_lanes():
     batch = data(Together(), info_keys=["at"], autoreset_mode="NEXT_STEP")
-    assert batch["next", "info", "at"][0, 4:12].tolist() == [1, 2, 3, 4] * 2
+    assert batch["next", "info", "at"][0, 4:12, 0].tolist() == [1, 2, 3, 4] * 2
 
 
 class Silent(Plain):
     reports = False
+
+
+class Masked(Plain):
+    """Marks the lanes whose last observations it reports."""
+
+    marks = True
+
+    def step(self, actions):
+        *answer, info = super().step(actions)
+        return *answer, info | {"_final_obs": answer[2] & self.marks}
+
+
+class Some(Masked):
+    marks = np.arange(P) > 0
+
+
+def test_processes_that_reset_again_after_a_mask_do_so_without_one():
+    """Those of Gymnasium without shared memory."""
+    build = partial(AsyncVectorEnv, [Informed] * P, autoreset_mode=NEXT_STEP, shared_memory=False)
+    batch = data(build, steps=(30, 9))
+    count, ends = batch["next", "count"][..., 0], batch["next", "terminated"][..., 0]
+    assert torch.equal(batch["count"][..., 0], count - 1)
+    assert torch.equal(ends, count == batch["end"])
+    assert ends.sum() > P
 
 
 LATE = 5
@@ -290,10 +317,19 @@ def test_rows_that_another_policy_made_are_refused(first, then, says):
     (lambda: fc.make_env("CartPole-v1", autoreset_mode="DISABLED"), ValueError, "is for a VectorEnv.*leave it out"),
     (lambda: data(Plain(), autoreset_mode="SAME_STEP", limit=3), fc.EnvError, "a reset within an episode"),
     (lambda: data(Silent(), autoreset_mode="SAME_STEP"), fc.EnvError, "does not report the last observations"),
+    (lambda: data(Some(), autoreset_mode=SAME_STEP), fc.EnvError, r"lanes \[0\]: .*does not report the last observations"),
+    (lambda: data(Plain(), autoreset_mode="SAME_STEP", info_keys=["x"]), fc.EnvError, "no info key 'x'"),
+    (lambda: games(batch_size=1), ValueError, "batch_size is 1, .* all lanes, 2: leave it out, or take EnvPool's"),
 ])  # fmt: skip
 def test_errors(do, error, says):
     with pytest.raises(error, match=says):
         do()
+
+
+def games(**kwargs):
+    from ale_py.vector_env import AtariVectorEnv
+
+    return fc.make_env(AtariVectorEnv("pong", num_envs=2, **kwargs))
 
 
 @pytest.mark.parametrize("mode", [NEXT_STEP, SAME_STEP])
@@ -366,6 +402,19 @@ class Moded(VectorEnv):
             self.begin(ends)
             answer = self.seen(), answer[1], ends, answer[3]
         return (*answer, infos)
+
+
+class Repeats(Moded):
+    """Also tells last observations as SAME_STEP does, though they are those of the step."""
+
+    def step(self, actions):
+        *answer, _ = super().step(actions)
+        return *answer, {"final_obs": answer[0].copy(), "_final_obs": self.over}
+
+
+@pytest.mark.parametrize("mode", [DISABLED, NEXT_STEP])
+def test_last_observations_that_are_told_twice(mode):
+    assert_same(*(data(partial(kind, mode), autoreset_mode=mode) for kind in (Repeats, Moded)))
 
 
 def test_the_mode_of_a_class_that_all_vectors_share_is_no_ones(monkeypatch):
