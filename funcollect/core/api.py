@@ -142,7 +142,7 @@ def run(
     def description() -> str:
         return f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"
 
-    if opened is not None and (repeated := opened.repeated(request)) is not None:
+    if opened is not None and (repeated := opened.repeated(policy, request)) is not None:
         check_eager(function)
         with memory_for(description):
             result = opened.rollout(env, policy, state, repeated)
@@ -164,7 +164,7 @@ def run(
         else:
             after, batch = run_in_jax(run_policy, state, lambda entered: run_loop(env, run_policy, entered, request))
     if after.opened is not None:
-        after.opened.remember(user_request, request if run_policy is user_policy else None)
+        after.opened.remember(user_policy, user_request, request if run_policy is user_policy else None)
     return after, _presented(env, with_values(batch, values))
 
 

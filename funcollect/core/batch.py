@@ -43,39 +43,62 @@ class Page(NamedTuple):
 
 
 class Book:
-    """Memory for n rollouts of one request, a `Page` for each.
+    """What the rollouts of one request have in common; makes a `Page` for each.
 
-    Short rollouts share tensors, because making a tensor costs as much as a step of a small environment.
+    Pages share no memory. On the host NumPy owns it, and leaves and columns are tensors apart: what is done to one
+    leaf, as `Tensor.share_memory_` moves it elsewhere, shows in no other batch.
     """
 
     def __init__(
-        self, columns: Columns, ends: Sequence[Tensor], *, single: bool, request: Request, in_numpy: bool = False
+        self, rows: Columns, ends: Sequence[Tensor], *, single: bool, request: Request, in_numpy: bool = False
     ) -> None:
-        """Use `columns` [n, T, P, ...] by the batch's keys, rewards last. All pages share two flags [T, P], `ends`."""
-        count, length, num_lanes = columns[REWARD].shape
-        place, with_time = columns[REWARD].device, request.with_time
-        self._single, self._with_time = single, with_time
-        self._size = torch.Size((*[num_lanes] * (not single), *[length] * with_time))
-        self.paths = (*columns, *_NUMBERS, *_FLAGS)
+        """Record rows like these [P, ...] by the batch's keys, rewards last, and two flags [T, P] of all pages."""
+        like = rows[REWARD]
+        self.on_host, self._in_numpy, self._device = like.is_cpu, in_numpy, like.device
+        self._counted = len(like), request.length
+        self._size = torch.Size((*[len(like)] * (not single), *[request.length] * request.with_time))
+        self._single, self._with_time = single, request.with_time
+        self._lanes, self._steps = 0 if single else slice(None), slice(None) if request.with_time else 0
+        dtypes = [row.detach().numpy().dtype if self.on_host else row.dtype for row in rows.values()]
+        shapes = [(request.length, *row.shape) for row in rows.values()]
+        self._columns = [*zip(rows, shapes, dtypes, strict=True)]
+        self.paths = (*rows, *_NUMBERS, *_FLAGS)
         self._forms: dict[tuple[Path, ...], Form] = {}  # by the paths of the further columns of a batch
-        self.on_host = place.type == "cpu"
         self.terminated, self.truncated = (_in_numpy(flag) if in_numpy else flag for flag in ends)  # False at first
         self.episode, self.ids = None, None  # `_count_steps` caches the trajectory ids [P, 1] of these episodes [P]
-        self.never = torch.zeros(num_lanes, dtype=torch.bool, device=place)
-        self.time: Any = np.arange(length) if self.on_host else torch.arange(length, device=place)
-        numbers = torch.empty(count, len(_NUMBERS), num_lanes, length, dtype=torch.int64, device=place)
-        flags = torch.zeros(count, len(_FLAGS), num_lanes, length, dtype=torch.bool, device=place)
-        shown = [self._shown(leaf.unsqueeze(-1) if path == REWARD else leaf, 1) for path, leaf in columns.items()]
-        leaves = [leaf.unbind() for leaf in shown]  # by key, then by page
-        for names, memory in ((_NUMBERS, numbers.mT), (_FLAGS, flags.mT.unsqueeze(-1))):
-            views = self._shown(memory.flatten(0, 1), 1).unbind()  # page by page, in each one by name
-            leaves += [views[index :: len(names)] for index in range(len(names))]
-        counted = [_in_numpy(array) if self.on_host else array for array in (numbers, flags)]
-        recorded = [_in_numpy(column) if in_numpy else column for column in columns.values()]
-        self.pages = map(Page, zip(*recorded, strict=True), *counted, zip(*leaves, strict=True))
+        self.never = torch.zeros(len(like), dtype=torch.bool, device=like.device)
+        steps = torch.arange(request.length, device=like.device)
+        self.time: Any = steps.numpy() if self.on_host else steps
 
-    def _shown(self, column: Tensor, time: int = 0) -> Tensor:
-        return shown(column, time, single=self._single, with_time=self._with_time)
+    def page(self, given: Columns) -> Page:
+        """Return a page over new memory, and over those of the `given` columns [T, P, ...] that fit."""
+        numbers, flags = ((len(names), *self._counted) for names in (_NUMBERS, _FLAGS))
+        if self.on_host:
+            counted: Any = np.empty(numbers, np.int64), np.zeros(flags, np.bool_)
+        else:
+            counted = (
+                torch.empty(numbers, dtype=torch.int64, device=self._device),
+                torch.zeros(flags, dtype=torch.bool, device=self._device),
+            )
+        columns = [self._memory(given.get(path), shape, dtype) for path, shape, dtype in self._columns]
+        tensor: Any = torch.from_numpy if self.on_host else torch.Tensor.detach
+        shown = [column[self._steps, self._lanes, ...] for column in (*columns[:-1], columns[-1][..., None])]
+        if self._with_time and not self._single:
+            shown = [column.swapaxes(0, 1) for column in shown]
+        rows = [memory[:, self._lanes, self._steps] for memory in counted]
+        leaves = [*map(tensor, shown), *tensor(rows[0]).unbind(), *tensor(rows[1][..., None]).unbind()]
+        recorded = columns if self._in_numpy or not self.on_host else [*map(torch.from_numpy, columns)]
+        return Page(recorded, *counted, leaves)
+
+    def _memory(self, given: Tensor | None, shape: tuple[int, ...], dtype: Any) -> Any:
+        if given is not None and given.device == self._device:
+            column: Any = given.numpy() if self.on_host else given
+            if (column.shape, column.dtype) == (shape, dtype):
+                return column
+        return np.empty(shape, dtype) if self.on_host else torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _shown(self, column: Tensor) -> Tensor:
+        return shown(column, 0, single=self._single, with_time=self._with_time)
 
     def batch(self, page: Page, beside: Columns) -> TensorDict:
         """Return the locked batch of a page and of the further columns `beside` [T, P, ...]."""

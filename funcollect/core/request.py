@@ -96,11 +96,11 @@ class Request:
         vars(changed).update(vars(self), params=params)
         return changed
 
-    def column(self, path: Path, row: Tensor, count: int = 1) -> Tensor:
-        """Return memory [count, T, P, ...] for rows like `row` [P, ...]: the column in `columns`, or new memory."""
+    def column(self, path: Path, row: Tensor) -> Tensor:
+        """Return memory [T, P, ...] for rows like `row` [P, ...]: the column in `columns`, or new memory."""
         shape, given = (self.length, *row.shape), self.columns.get(path)
         fits = given is not None and (given.shape, given.dtype, given.device) == (shape, row.dtype, row.device)
-        return given[None] if given is not None and fits and count == 1 else row.new_empty(count, *shape)
+        return given if given is not None and fits else row.new_empty(shape)
 
     def step_options(self, env: TorchEnv | JaxEnv) -> StepOptions:
         """Return the options of a step."""
@@ -111,23 +111,27 @@ class Request:
 class OpenFor:
     """Base class of opened loops: a pair of environment and policy, ready for rollouts of one request."""
 
-    # The user's request, a copy of its exploration, all numbers, and the request that runs for it from any state.
-    remembered: tuple[Request, Mapping[str, Any], Request] | None = None
+    # The policy and a copy of its own exploration, the user's request and a copy of its exploration, all of them
+    # numbers, and the request that runs for these from any state.
+    remembered: tuple[Policy, Mapping[str, float], Request, Mapping[str, Any], Request] | None = None
 
-    def repeated(self, asked: Request) -> Request | None:
-        """Return the request that runs for the user's request `asked`; None if `asked` differs from the last one."""
-        before, numbers, request = self.remembered or (None, NO_VALUES, asked)
-        if before is None or not before.like(asked):
+    def repeated(self, policy: Any, asked: Request) -> Request | None:
+        """Return the request that runs for the user's request `asked`; None if either differs from the last one."""
+        if self.remembered is None:
+            return None
+        acts, own, before, numbers, request = self.remembered
+        if acts is not policy or acts.exploration != own or not before.like(asked):
             return None
         values = asked.exploration
         if values is not numbers and not (are_numbers(values) and values == numbers):
             return None
         return request.given(asked.params)
 
-    def remember(self, asked: Request, request: Request | None) -> None:
+    def remember(self, policy: Policy, asked: Request, request: Request | None) -> None:
         """Let `request` run whenever the user asks the same, unless it is None or values are more than numbers."""
-        values = asked.exploration
-        self.remembered = (asked, values and dict(values), request) if request and are_numbers(values) else None
+        values, own = asked.exploration, dict(policy.exploration)
+        fits = request and are_numbers(values) and are_numbers(own)
+        self.remembered = (policy, own, asked, values and dict(values), request) if request and fits else None
 
 
 def check_ends(max_frames_per_traj: int | None, reset_when_done: bool) -> None:

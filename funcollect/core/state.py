@@ -22,6 +22,7 @@ from funcollect.interop.jax_setup import import_jax, notice_jax, with_jax, witho
 from funcollect.interop.memo import memo_of
 from funcollect.interop.words import number
 from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
+from funcollect.messages import dtypes_and_shapes
 from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
 from funcollect.protocols import Env, Policy
 from funcollect.tree import NAMESPACE, Path
@@ -155,12 +156,20 @@ class CollectorState(Generic[Array]):
     def replace(self, **changes: Any) -> CollectorState[Array]:
         """Return a state with some fields changed; another `env_state` needs its observation beside it.
 
+        Another observation has the same keys, shapes and dtypes, unless lanes are replaced, too.
         Other `env_params` act at once, and are the same for all lanes; see also `set_env_params`. Over simulators, the
         `key` cannot be replaced.
         """
         if "observation" not in changes and changes.get("env_state", self.env_state) is not self.env_state:
             why = "the policy would act on the observation of another state; pass observation=other.observation, too"
             raise ValueError(f"state.replace got env_state without observation, expected both: {why}")
+        observation = changes.get("observation")
+        if isinstance(observation, Mapping) and "lane" not in changes:
+            pair = self.observation, observation
+            own, given = ({path: dtypes_and_shapes(leaf) for path, leaf in each.items()} for each in pair)
+            if own != given:
+                what = f"state.replace got the observation {given}, expected one like its own, {own}"
+                raise ValueError(f"{what}: change only the values of state.observation")
         if unknown := sorted(changes.keys() - _FIELDS.keys()):
             raise TypeError(f"state.replace got {unknown}, expected fields of a CollectorState: check the spelling")
         env_state = changes.get("env_state", self.env_state)

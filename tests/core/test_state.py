@@ -24,7 +24,8 @@ from funcollect.core.saving import counts_in, go_on, resume, snapshot
 from tests.support.compare import assert_same, fresh
 from tests.support.running import in_soak, once
 
-NAMES = ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"]
+JAX, TORCH = "gymnax/CartPole-v1", "torch/CartPole-v1"
+NAMES = ["CartPole-v1", TORCH, JAX]
 PATH = ("x",)
 CHANGES = {"__setitem__": (PATH, 1), "__delitem__": (PATH,), "update": ({PATH: 1},), "__ior__": ({PATH: 1},)}
 CHANGES |= {"pop": (PATH,), "popitem": (), "setdefault": (PATH, 1), "clear": ()}
@@ -208,6 +209,15 @@ def test_the_state_of_an_environment_is_replaced_with_its_observation(name):
     assert torch.equal(again["observation"][:, 0], batch["observation"][:, 0])
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_another_observation_is_like_the_first(name):
+    env, _, state, _ = two_states(name)
+    (path, seen), one = *state.observation.items(), env.observation_leaves[0].dtype
+    for other in ({path: seen[:1]}, {path: seen[0]}, {path: seen.astype(int) if name == JAX else seen.long()}, {}):
+        with pytest.raises(ValueError, match=rf"the observation .*expected one like its own, .*{one} \[3, 4\]"):
+            state.replace(observation=other)
+
+
 def test_the_next_starts_are_those_of_what_was_replaced():
     env, policy, early, late = two_states(JAX)
     early, late = fc.reset(env, early, MASK), fc.reset(env, late)  # the early lane 1 holds its next start
@@ -219,7 +229,6 @@ def test_the_next_starts_are_those_of_what_was_replaced():
 
 
 MASK = torch.tensor([True, False, True])
-JAX, TORCH = "gymnax/CartPole-v1", "torch/CartPole-v1"
 
 
 @functools.cache

@@ -101,20 +101,123 @@ def test_a_state_that_is_a_value_serves_two_threads():
         assert_same(run, runs[0])
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
-def test_to_write_into_a_batch_changes_no_other(name):
-    env = fc.make_env(name, num_envs=2)
-    policy = torch_mlp(env)
+@pytest.mark.parametrize("kind", ["torch", "jax"])
+@pytest.mark.parametrize(("name", "length"), [("CartPole-v1", 1), ("torch/CartPole-v1", 1), ("CartPole-v1", 4)])
+def test_what_is_done_to_a_batch_changes_no_other(name, length, kind):
+    """Neither writing into it, nor `share_memory_`, as a queue to another process calls it."""
     runs = []
-    for writes in (False, True):
-        state, batches = fc.init(env, policy, seed=0), []
-        for _ in range(100):
-            state, batch = fc.step(env, policy, state)
+    for do in (torch.Tensor.clone, lambda leaf: leaf.fill_(1), torch.Tensor.share_memory_):
+        env, policy, state = fresh(name, linear(kind), num_envs=2)
+        batches = []
+        for _ in range(70):
+            state, batch = fc.rollout(env, policy, state, length)
             batches.append(batch.clone())
-            for leaf in leaves(batch).values() if writes else ():
-                leaf.fill_(1)
+            for leaf in leaves(batch).values():
+                do(leaf)
         runs.append(batches)
-    assert_same(*runs)
+    for run in runs[1:]:
+        assert_same(run, runs[0])
+
+
+def test_a_file_of_a_step_holds_that_step_alone(tmp_path):
+    _, _, state = pair = fresh("CartPole-v1", linear("torch"), num_envs=2)
+    _, batches = steps(*pair[:2], state, 5)
+    for name, batch in (("own", batches[-1]), ("copied", batches[-1].clone())):
+        torch.save(batch, tmp_path / name)
+    assert (tmp_path / "own").stat().st_size < 1.5 * (tmp_path / "copied").stat().st_size
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out, self.start = nn.Linear(4, 2), nn.Parameter(torch.zeros(3))
+
+    def forward(self, observation, hidden):
+        return self.out(observation), hidden
+
+
+def changed_start():
+    net = Recurrent()
+    head, own = fc.heads.categorical, {"initial_state": net.start, "record_state": True}
+    return fc.envs.CartPole(num_envs=2), fc.torch_policy(net, head=head, **own), lambda: net.start.data.fill_(5), 5.0
+
+
+class Explores(fc.PolicyBase):
+    backend, params, exploration = "jax", jnp.zeros(()), {"epsilon": 0.25}
+
+    def __call__(self, params, state, observation, noise, spec, exploration):
+        return state, {"action": jnp.zeros(2, int), "seen": jnp.full((2,), exploration.values["epsilon"])}
+
+
+def changed_exploration(name):
+    policy = Explores()
+    return fc.make_env(name, num_envs=2), policy, lambda: vars(policy).update(exploration={"epsilon": 0.75}), 0.75
+
+
+def changed_limit():
+    env = fc.envs.CartPole(num_envs=2)
+    return env, fc.random_policy(env), lambda: setattr(env, "max_episode_steps", 1), True
+
+
+@pytest.mark.parametrize(("make", "key"), [
+    (changed_start, "recurrent"),
+    (lambda: changed_exploration("gymnax/CartPole-v1"), "seen"),
+    (lambda: changed_exploration("torch/CartPole-v1"), "seen"),
+    (lambda: changed_exploration("CartPole-v1"), "seen"),
+    (changed_limit, ("next", "truncated")),
+])  # fmt: skip
+def test_what_is_set_between_steps_acts_at_once(make, key):
+    env, policy, change, wanted = make()
+    state, batches = steps(env, policy, fc.init(env, policy, seed=0), 3)
+    assert not (batches[-1][key] == wanted).any()
+    change()
+    _, batch = fc.step(env, policy, fc.reset(env, state))
+    assert (batch[key] == wanted).all()
+
+
+@pytest.mark.parametrize("name", ["gymnax/CartPole-v1", "torch/CartPole-v1", "CartPole-v1"])
+def test_what_is_compiled_of_a_policy_cannot_be_set(name):
+    env, policy, state = fresh(name, linear("jax"), steps=1, num_envs=2)
+    policy.head = fc.heads.epsilon_greedy(0.5)
+    with pytest.raises(fc.PolicyError, match="reads head, set since it was compiled"):
+        fc.step(env, policy, state)
+
+
+class Odd(fc.envs.CartPole):
+    """Returns another transition from the third step on."""
+
+    changes, count = {}, 0
+
+    def step(self, *arguments):
+        self.count += 1
+        transition = super().step(*arguments)
+        return transition._replace(**{n: f(getattr(transition, n)) for n, f in self.changes.items() if self.count > 2})
+
+
+@pytest.mark.parametrize("changes", [
+    {"reward": lambda reward: reward[:1]},
+    {"observation": lambda seen: seen.double()},
+    {"observation": lambda seen: seen[:1]},
+    {"truncated": lambda flags: flags[0]},
+    {"terminated": lambda flags: flags.float()},
+    {"reward": lambda reward: 1.0},
+])  # fmt: skip
+@pytest.mark.parametrize("length", [1, 4])
+def test_every_step_of_an_environment_is_checked(changes, length):
+    env = Odd(num_envs=2)
+    env.changes = changes
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(fc.EnvError, match=f"{[*changes][0]}.* of .*Odd.* is "):
+        for _ in range(4):
+            state, _ = fc.rollout(env, policy, state, length)
+
+
+def test_a_state_that_has_lost_its_recurrent_state_is_refused():
+    env, policy, _, _ = changed_start()
+    state, _ = steps(env, policy, fc.init(env, policy, seed=0), 2)
+    with pytest.raises(ValueError, match="continue with state.replace"):
+        fc.step(env, policy, state.replace(policy_state=state.policy_state._replace(recurrent=None)))
 
 
 class Planner(fc.PolicyBase):

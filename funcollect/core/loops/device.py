@@ -106,12 +106,16 @@ def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request)
     """Implement `funcollect.rollout`."""
     check_uncut(env, request.max_frames_per_traj)
     state.env_state.check()
-    make = partial(_DeviceStepper, lanes=TensorLanes.of(state, _NO_KEYS), limit=request.max_frames_per_traj)
+    make = partial(_DeviceStepper, lanes=TensorLanes.of(state, _NO_KEYS))
     return eager.run(make, env, policy, state, request)
 
 
 class _DeviceStepper(TensorStepper):
     """Steps simulators over tensors. In the batch, lanes that stay finished repeat their last observation."""
+
+    @override
+    def _most_steps(self, request: Request) -> int | None:
+        return request.max_frames_per_traj
 
     @override
     def begin(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -33,7 +33,7 @@ from funcollect.tree import Path
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_STEPS, _BYTES, _WORDS = 64, 1 << 17, 1 << 14  # at most, over the short rollouts that share memory, or noise
+_STEPS, _WORDS = 64, 1 << 14  # at most, over the short rollouts that share noise
 _SMALL = 1 << 22  # bytes of a rollout up to which it stays open
 _NOTHING = nullcontext()
 
@@ -43,8 +43,8 @@ class Stepper:
 
     state: Any  # the `CollectorState` before the rollout, as an actor reads it
     observation: Any  # what the policy reads, in the structure of the space: the same memory at every step
-    book: Book  # the memory that the steps are recorded in
-    page: Page  # the part of it that is of this rollout
+    book: Any = None  # the `Book` of the request, once it has a page
+    page: Page  # the memory that the steps of this rollout are recorded in
     infos: dict[Path, Tensor]  # further columns [T, P, ...] by the batch's keys
     roots: Sequence[tuple[Any, Any]] = ()  # pairs of a column and the rows that the policy reads
     waits = False  # whether reading a tensor waits for a device: then none is read before the last step
@@ -56,27 +56,20 @@ class Stepper:
     def __init__(self, env: Any, policy: Policy, state: CollectorState, request: Request) -> None:
         self.env, self.policy, self.state, self.request = env, policy, state, request
         self.key, self.lane, self.total = (None,) * 3 if state is None else (state.key, state.lane, state.total_lanes)
-        self._pages: Iterator[Page] = iter(())
 
     def _turn_page(self, roots: Columns, nexts: Columns) -> Sequence[Any]:
-        """Go to the next page; return its columns: of root and next observations, like these [P, ...], and rewards."""
-        if (page := next(self._pages, None)) is None:
-            self.book = self._new_book(roots, nexts)
-            self._pages = self.book.pages
-            page = next(self._pages)
-        self.page, self.infos = page, {}
-        return page.columns
-
-    def _new_book(self, roots: Columns, nexts: Columns) -> Book:
-        request, like = self.request, next(iter(roots.values()))
-        rows = {**roots, **{("next", *path): row for path, row in nexts.items()}}
-        rows[REWARD] = like.new_empty(len(like), dtype=torch.float32)
-        bytes_of_page = request.length * sum(row.nbytes for row in rows.values())
-        count = min(_STEPS // request.length, _BYTES // bytes_of_page) if like.is_cpu and not request.columns else 1
-        self.small = bytes_of_page <= _SMALL and not request.columns  # these belong to the caller
-        columns = {path: request.column(path, row, max(count, 1)) for path, row in rows.items()}
-        ends = like.new_zeros(2, request.length, len(like), dtype=torch.bool).unbind()
-        return Book(columns, ends, single=self.env.num_envs is None, request=request, in_numpy=self.in_numpy)
+        """Go to a new page; return its columns: of root and next observations, like these [P, ...], and rewards."""
+        if self.book is None:
+            like = next(iter(roots.values()))
+            rows = {**roots, **{("next", *path): row for path, row in nexts.items()}}
+            rows[REWARD] = like.new_empty(len(like), dtype=torch.float32)
+            bytes_of_page = self.request.length * sum(row.nbytes for row in rows.values())
+            self.small = bytes_of_page <= _SMALL and not self.request.columns  # these belong to the caller
+            ends = like.new_zeros(2, self.request.length, len(like), dtype=torch.bool).unbind()
+            single = self.env.num_envs is None
+            self.book = Book(rows, ends, single=single, request=self.request, in_numpy=self.in_numpy)
+        self.page, self.infos = self.book.page(self.request.columns), {}
+        return self.page.columns
 
     def again(self, state: CollectorState, request: Request) -> bool:
         """Prepare for another rollout of a request like the last one; False if that takes another stepper."""
@@ -138,6 +131,7 @@ class Opened(OpenFor):
         self._lock.acquire()
         self._clock, self._stepper, self._noise = CLOCK.get(), stepper, NoiseAhead(stepper, draw)
         self._inputs = inputs_of(stepper, self._noise(stepper.state))
+        self._remembers = stepper.policy.remembers(stepper.state.policy_state)
         self._actor = actor = open_actor(stepper, self._inputs)
         self._policy_calls = timed("policy", actor.act), timed("policy", actor.restart)
         self._make_steps, self._finish = timed("steps", stepper.make_steps), timed("finish", actor.finish)
@@ -163,13 +157,13 @@ class Opened(OpenFor):
 
     def _prepare(self, policy: Policy, state: CollectorState, request: Request) -> bool:
         """Bind everything to a rollout from a state; False if that takes another loop."""
-        inputs = self._inputs
-        if not self._stepper.again(state, request):
+        inputs, remembers = self._inputs, policy.remembers(state.policy_state)
+        if remembers != self._remembers or not self._stepper.again(state, request):
             return False
         self._inputs = inputs._replace(
             params=policy.prepare(request.params),
             policy_state=state.policy_state,
-            initial_state=start_of(policy, state) if policy.remembers(state.policy_state) else inputs.initial_state,
+            initial_state=start_of(policy, state) if remembers else inputs.initial_state,
             noise=self._noise(state),
             exploration=Exploration(request.exploration_type, request.exploration),
         )

@@ -76,8 +76,7 @@ def _differing(one: Any, other: Any) -> str:
 
 def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
     """Implement `funcollect.rollout`."""
-    lanes, limit = TensorLanes.of(state), step_limit(env, request)
-    return eager.run(partial(TensorStepper, lanes=lanes, limit=limit), env, policy, state, request)
+    return eager.run(partial(TensorStepper, lanes=TensorLanes.of(state)), env, policy, state, request)
 
 
 def _begin(env: TorchEnv, keys: LaneKeys, params: Any) -> Start:
@@ -105,6 +104,14 @@ def _check_step(env: TorchEnv | DeviceEnv, answer: Any, num_lanes: int) -> None:
         dtype = getattr(value, "dtype", torch.float32) if name == "reward" else torch.bool
         _check_tensor(env, name, value, (num_lanes,), dtype)
     check_tensors(env, by_path(env, transition.observation), num_lanes)
+
+
+def _forms_of(answer: Any) -> list[Any] | None:
+    """What `_check_step` looks at; None for no transition."""
+    if not isinstance(answer, Transition):
+        return None
+    leaves = optree.tree_leaves(answer[1:5], namespace=NAMESPACE)  # type: ignore[arg-type]
+    return [(getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves]
 
 
 def _check_tensor(env: TorchEnv | DeviceEnv, name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -151,24 +158,29 @@ class TensorLanes(NamedTuple):
 class TensorStepper(Stepper):
     """Steps environments whose lanes are tensors; `state` is needed only for the batch."""
 
-    def __init__(
-        self, env: Any, policy: Policy, state: Any, request: Request, lanes: TensorLanes, limit: int | None = None
-    ) -> None:
+    def __init__(self, env: Any, policy: Policy, state: Any, request: Request, lanes: TensorLanes) -> None:
         super().__init__(env, policy, state, request)
         self.waits = reads_wait(env.device)
         # the observation by key, each [P, ...]: the same memory throughout
         self.root = {leaf.path: fixed(lanes.observation[leaf.path]) for leaf in env.observation_leaves}
         self.observation = as_read(env, policy, self.root)
-        self._most, self._checked = limit, False
+        self._most = self._most_steps(request)
+        self._forms: Any = None  # shapes and dtypes of the transition that was checked last
         self._prepare(lanes)
 
     @override
     def again(self, state: CollectorState, request: Request) -> bool:
+        if self._most_steps(request) != self._most:
+            return False
         self.state, self.request, lanes = state, request, self._lanes
         for path, root in self.root.items():
             root.copy_(state.observation[path])
         self._prepare(TensorLanes.of(state, (lanes.start_keys, lanes.step_keys)))
         return True
+
+    def _most_steps(self, request: Request) -> int | None:
+        """The steps after which an episode is truncated."""
+        return step_limit(self.env, request)
 
     def _prepare(self, lanes: TensorLanes) -> None:
         columns, count = self._turn_page(self.root, self.root), len(self.root)
@@ -203,9 +215,9 @@ class TensorStepper(Stepper):
             at_hand = isinstance(action, Tensor)
             action = action.to(env.device, copy=True) if at_hand else torch.from_numpy(np.array(action)).to(env.device)
             answer = self._answer(t, action)
-            if not self._checked:
+            if (forms := _forms_of(answer)) != self._forms:
                 _check_step(env, answer, len(self._finished))
-                self._checked = True
+                self._forms = forms
             truncated = answer.truncated
             if self._limit is not None:
                 truncated = truncated | self._limit.reached(t)
@@ -306,16 +318,16 @@ def run_captured(env: TorchEnv, policy: Policy, state: CollectorState, request: 
             steps = slice(start, min(start + STEPS, request.length))
             after, actor = _launch(env, policy, request, steps.stop - start, inputs, before)
             if start == 0:
-                columns = {path: request.column(path, column[0])[0] for path, column in after.columns.items()}
+                columns = {path: request.column(path, column[0]) for path, column in after.columns.items()}
                 recorded = [column.new_empty(request.length, *column.shape[1:]) for column in after.recorded]
             rows = [column[steps] for column in (*columns.values(), *recorded)]
             torch._foreach_copy_(rows, [*after.columns.values(), *after.recorded])
             before = after.next
     with reads_together():
         ends = [columns.pop(path) for path in _ENDS]
-        memory = {path: column[None] for path, column in columns.items()}
-        book = Book(memory, ends, single=env.num_envs is None, request=request)
-        counters, batch = deliver(state, request, book, next(book.pages), actor.outputs_of(recorded))
+        like = {path: column[0] for path, column in columns.items()}
+        book = Book(like, ends, single=env.num_envs is None, request=request)
+        counters, batch = deliver(state, request, book, book.page(columns), actor.outputs_of(recorded))
         in_graph: Any = (before.lanes.env_state, before.lanes.observation, before.recurrent)
         env_state, observation, recurrent = optree.tree_map(torch.clone, in_graph, namespace=NAMESPACE)
     return state.replace(
@@ -364,7 +376,7 @@ def _steps(
     env: TorchEnv, policy: TorchPolicy, request: Request, inputs: ActorInputs, before: _Before
 ) -> tuple[_After, TorchActor]:
     """Make the steps of one graph; return its results, and the actor, which names the outputs."""
-    stepper = TensorStepper(env, policy, None, request, before.lanes, step_limit(env, request))
+    stepper = TensorStepper(env, policy, None, request, before.lanes)
     stepper.begin()
     noise = policy.noise(env.action_spec)
     steps = before.lanes.steps + torch.arange(request.length, device=env.device)

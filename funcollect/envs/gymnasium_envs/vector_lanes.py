@@ -262,7 +262,9 @@ class SelfResettingLanes(VectorLanes):
             return super()._pick(info)
         columns, final = [], info.get("final_info")
         if not isinstance(final, Mapping):
-            what = f"a step that ends episodes returned {shown(final)} as the info 'final_info', which holds their infos"
+            what = (
+                f"a step that ends episodes returned {shown(final)} as the info 'final_info', which holds their infos"
+            )
             raise EnvError(f"{what}, expected a dict: take no info_keys, or NEXT_STEP; {ONWARD}")
         for key in self._info_keys:
             values = []

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -48,7 +49,7 @@ class Head:
     chooses: ClassVar[bool] = True  # whether its discrete actions always lie in the space
     varying: ClassVar[tuple[str, ...]] = ()  # the fields that may change during a run
 
-    @property
+    @cached_property
     def values(self) -> Mapping[str, Any]:
         """The numbers that may change during a run, by name."""
         return {name: getattr(self, name) for name in self.varying}

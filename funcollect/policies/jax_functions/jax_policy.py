@@ -92,6 +92,9 @@ def random_parameter(apply: Callable[..., Any]) -> Literal["key", "keys"] | None
     return "key" if "key" in names else "keys" if "keys" in names else None
 
 
+_COMPILED = ("apply", "head", "initial_state", "record_state")  # attributes of a policy that its programs contain
+
+
 class WithEnvState(NamedTuple):
     """The observation of a policy that reads the environment's state."""
 
@@ -233,9 +236,9 @@ class JaxPolicy(FunctionPolicy):
     def prepare(self, params: Any, /) -> Any:
         """Parameters on the device, once per version; None stands for the policy's own, read at each rollout."""
         jax = import_jax()
-        if changed := set_since_use(self, self._variables):
+        if changed := set_since_use(self, [*self._variables, *((name, self) for name in _COMPILED)]):
             raise PolicyError(
-                f"the policy's function refers to {', '.join(changed)}, set since it was compiled, which has no "
+                f"the policy or its function reads {', '.join(changed)}, set since it was compiled, which has no "
                 "effect: pass changing values in params, or make another policy with funcollect.jax_policy"
             )
         source = self.params if params is None else params

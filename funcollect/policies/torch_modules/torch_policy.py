@@ -160,8 +160,8 @@ class TorchActor(Actor):
         self._arguments = policy.arguments(inputs.observation, None)
         away = any(leaf.device != run_device for leaf in leaves)
         self._move: Any = partial(optree.tree_map, lambda leaf: leaf.to(run_device)) if away else None
-        self._initial = inputs.initial_state.on(run_device).recurrent
-        self._state_names = recurrent_names(optree.tree_leaves(self._initial)) if policy.record_state else []
+        start = optree.tree_leaves(inputs.initial_state.recurrent)
+        self._state_names = recurrent_names(start) if policy.record_state else []
         self._read = set(map(memory_of, leaves))
         self._wanted = torch.Size((inputs.num_envs, *inputs.spec.shape))
         self._policy_head = policy.head  # `_head` has the exploration values of the rollout
@@ -177,6 +177,7 @@ class TorchActor(Actor):
         self.recurrent = inputs.policy_state.recurrent
         if self.recurrent is not None:
             self.recurrent = optree.tree_map(torch.clone, inputs.policy_state.on(self._run_device).recurrent)
+            self._initial = inputs.initial_state.on(self._run_device).recurrent
         self._noise = rows_of(inputs.noise if inputs.stochastic else None, self._run_device)
         self.reads_late = self._run_device.type == "cpu"  # where rows are views of the noise
         self._generator = inputs.policy_state.generator.clone()
