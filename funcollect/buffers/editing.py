@@ -116,8 +116,8 @@ class FramesByIndex:
                 what = f"values has {[*map(readable, linked)]}, by which the sampler follows trajectories"
                 raise ValueError(f"{what}: leave them out, or sample with a RandomSampler")
             held = present_in(self._memory, slots, written, self._before)
-            rows = len(slots) - 1 - np.unique(slots[::-1], return_index=True)[1]  # the last of each slot
-            rows = rows if held is None else rows[held[rows]]
+            rows = np.arange(len(slots)) if held is None else held.nonzero()[0]
+            rows = rows[::-1][np.unique(slots[rows[::-1]], return_index=True)[1]]  # the last of each slot
             self.storage.amend(slots[rows], {path: leaf[torch.from_numpy(rows)] for path, leaf in leaves.items()})
             self.storage.edits += 1
         return 0 if held is None else int(np.count_nonzero(~held & (slots != -1)))

@@ -109,6 +109,16 @@ class MixedBuffers:
             if isinstance(buffer.sampler, PrioritizedSampler):
                 buffer.update_priority(slots, values if len(values) == 1 else values[rows.to(values.device)], then)
 
+    def update_tensordict_priority(self, data: TensorDictBase, written: Any = None) -> None:
+        """Set priorities from a sample of buffers that are `TensorDictReplayBuffer`s; see its method of this name."""
+        written = self.written_at(data["index"]) if written is None else written
+        for number, buffer in enumerate(self.buffers):
+            begin, then = self._begin[number], written and written[number]
+            own = (data["index"] >= begin) & (data["index"] < self._begin[number + 1])
+            if isinstance(buffer, TensorDictReplayBuffer) and own.any():
+                rows = data.select("index", buffer.priority_key)[own]
+                buffer.update_tensordict_priority(rows.set("index", rows["index"] - begin), then)
+
     def update(self, index: Any, values: Mapping[Any, Any] | TensorDictBase, written: Any = None) -> int:
         """Write values back to the frames in these slots of their buffers; see `ReplayBuffer.update`."""
         leaves = rows_of(values, np.shape(index))

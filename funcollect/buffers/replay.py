@@ -230,12 +230,12 @@ class ReplayBuffer(FramesByIndex):
     def __iter__(self) -> Iterator[Any]:
         """Endless samples; with a `SamplerWithoutReplacement`, until every frame was returned once."""
         size = wanted_size(None, self.batch_size)
-        if isinstance(self.sampler, SamplerWithoutReplacement):
+        if begins := isinstance(self.sampler, SamplerWithoutReplacement):
             with self._lock:
                 self._ahead.clear()
                 self.sampler.empty()
-        yield self.sample()
-        while self._ahead or not self.sampler.ran_out(size):
+        while begins or self._ahead or not self.sampler.ran_out(size):
+            begins = False
             yield self.sample()
 
     def relabel_by(self, relabel: Relabel, trajectories: Trajectories) -> None:

@@ -282,9 +282,32 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def output_folder(out: Path, overwrite: bool, *, whole: bool = True) -> Iterator[Path]:
     """Yield a folder that replaces `out` after the block; ValueError unless `out` is empty or may be overwritten.
 
-    If the folder need not appear as a `whole`, it is `out` itself, where each part can be read once it is written.
+    If the folder need not appear as a `whole`, it is `out` itself, where each part can be read once it is written. What
+    was there before comes back if the block raises before it has written anything.
     """
-    out = out.resolve()
+    out = _replaceable(out.resolve(), overwrite)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
+        new, old = Path(scratch, "new"), Path(scratch, "old")
+        new.mkdir()
+        if whole:
+            yield new
+        try:
+            if out.exists():
+                out.rename(old)
+            new.rename(out)
+            if not whole:
+                yield out
+        except BaseException:
+            if not whole and old.exists() and out.exists() and not any(out.iterdir()):
+                out.rmdir()
+            if old.exists() and not out.exists():
+                old.rename(out)
+            raise
+
+
+def _replaceable(out: Path, overwrite: bool) -> Path:
+    """The folder `out`; ValueError unless it is empty, or an earlier run that may be overwritten."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file, expected a folder for --out: choose another name")
     if out.exists() and (out.is_mount() or Path.cwd().is_relative_to(out)):
@@ -294,24 +317,7 @@ def output_folder(out: Path, overwrite: bool, *, whole: bool = True) -> Iterator
         raise ValueError(f"{out} is not empty: choose another folder, or replace an earlier run with --overwrite")
     if foreign := sorted(present - {"batch", "dataset", "stats.json", "returns.png"}):
         raise ValueError(f"{out} holds {foreign}, which no run of funcollect has written: choose another folder")
-    if not whole:
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
-        yield out
-        return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
-        new, old = Path(scratch, "new"), Path(scratch, "old")
-        new.mkdir()
-        yield new
-        try:
-            if out.exists():
-                out.rename(old)
-            new.rename(out)
-        except BaseException:
-            if old.exists() and not out.exists():
-                old.rename(out)
-            raise
+    return out
 
 
 def save(path: Path, frames: int, batches: Iterable[TensorDict]) -> None:

@@ -50,11 +50,18 @@ class Book:
     """
 
     def __init__(
-        self, rows: Columns, ends: Sequence[Tensor], *, single: bool, request: Request, in_numpy: bool = False
+        self,
+        rows: Columns,
+        ends: Sequence[Tensor],
+        *,
+        single: bool,
+        request: Request,
+        in_numpy: bool = False,
+        on_host: bool | None = None,
     ) -> None:
         """Record rows like these [P, ...] by the batch's keys, rewards last, and two flags [T, P] of all pages."""
         like = rows[REWARD]
-        self.on_host, self._in_numpy, self._device = like.is_cpu, in_numpy, like.device
+        self.on_host, self._in_numpy, self._device = like.is_cpu if on_host is None else on_host, in_numpy, like.device
         self._counted = len(like), request.length
         self._size = torch.Size((*[len(like)] * (not single), *[request.length] * request.with_time))
         self._single, self._with_time = single, request.with_time

@@ -22,6 +22,7 @@ from funcollect.envs.base import import_extra
 from funcollect.keys import key_from_seed
 from funcollect.messages import shown
 from funcollect.protocols import is_env
+from funcollect.specs import RESERVED
 from funcollect.trajectories.next_observations import next_observations
 from funcollect.trajectories.split import CUT, LANE, MASK, TRAJECTORY_IDS, check_single_steps, optional, require
 from funcollect.trajectories.whole_trajectories import PendingTrajectories
@@ -60,8 +61,9 @@ def parts_of(
     """Yield the whole episodes of a run's batches ``[*B, T]``, joined across them, in parts, for a new `folder`.
 
     All parts but the last have at least so many `frames`, or `LARGEST_PART` bytes. Frames of trajectories that have not
-    ended, or whose first frames are missing, are left out. With `...` as `env`, all columns stay as they are. Raises
-    TypeError or ValueError for bad arguments, before the first part, and FileExistsError unless the folder is empty.
+    ended, or whose first frames are missing, are left out; ValueError if there are no others. With `...` as `env`, all
+    columns stay as they are. Raises TypeError or ValueError for bad arguments, before the first part, and
+    FileExistsError unless the folder is empty.
     """
     check_kind("batches", batches, Iterable, "pass a collector, or a list of batches")
     check_positive("frames_per_part", frames, 100_000)
@@ -83,6 +85,7 @@ def parts_of(
 def _joined(batches: Iterable[TensorDictBase], frames: int, single_steps: bool) -> Iterator[TensorDictBase]:
     pending: dict[int, PendingTrajectories] = {}  # by the first lane: each asynchronous worker has lanes of its own
     held: list[TensorDictBase] = []
+    count = nbytes = parts = 0  # the frames and bytes that are held; the parts so far
     split = (
         batches._split_by_order
         if isinstance(batches, CollectorBase) and batches.trajs_per_batch is None
@@ -96,11 +99,14 @@ def _joined(batches: Iterable[TensorDictBase], frames: int, single_steps: bool) 
             source = int(require(rows, LANE, tail=()).reshape(-1)[0])
             added = pending.get(source, PendingTrajectories()).add(_as_collected(rows))
             whole, pending[source] = added.take_whole()
-            held += (next_observations(part).cpu() for part in whole)
-        nbytes = sum(leaf.nbytes for part in held for leaf in flatten(part).values())
-        if sum(map(len, held)) >= frames or nbytes >= LARGEST_PART:
+            fresh = [next_observations(part).cpu() for part in whole]
+            held, count = held + fresh, count + sum(map(len, fresh))
+            nbytes += sum(leaf.nbytes for part in fresh for leaf in flatten(part).values())
+        if count >= frames or nbytes >= LARGEST_PART:
             yield torch.cat(held)
-            held = []
+            held, count, nbytes, parts = [], 0, 0, parts + 1
+    if not held and not parts:
+        raise ValueError("batches have no whole episode, expected one or more: collect more frames, or limit episodes")
     if held:
         yield torch.cat(held)
 
@@ -123,6 +129,9 @@ def _part(frames: TensorDictBase, env: Any, seed: int | None, lanes: int) -> Epi
     if wide := {".".join(path): leaf.dtype for path, leaf in leaves.items() if leaf.dtype == torch.bfloat16}:
         raise TypeError(f"batches have {wide}, expected dtypes of NumPy: leave them out, or convert them with .float()")
     columns = {path: leaf.detach().numpy() for path, leaf in leaves.items()}
+    own = {} if env is ... else {leaf.path: leaf.shape for leaf in env.observation_leaves}
+    if own != (held := {path: columns[path].shape[1:] for path in own if path in columns}):
+        raise ValueError(f"batches have the observations {held}, and env {own}, expected the same: pass their own env")
     ends = columns[DONE][:, 0].nonzero()[0] + 1
     part = EpisodeRows(columns, np.diff(ends, prepend=0), ends, [None] * len(ends))
     if env is not ... and env.action_spec.one_hot:
@@ -195,10 +204,10 @@ def from_arrays(arrays: Mapping[str, Any] | str | os.PathLike[str]) -> TensorDic
 
     These are ``observations`` (or several by key), ``actions``, ``rewards``, ``terminations`` or ``terminals``, and
     optionally ``truncations`` or ``timeouts``, ``next_observations`` and ``infos``; others are left out. Without
-    ``next_observations`` those are the following rows, and the last frame of a truncated episode, which has none, is
-    left out, as D4RL does. The batch has the keys of a rollout; floating arrays are float32. Raises TypeError for
-    something else, FileNotFoundError without a file, ValueError for missing or unequal arrays, ImportError if h5py is
-    needed and missing.
+    ``next_observations`` those are the following rows (of the last row itself), and the last frame of a truncated
+    episode, which has none, is left out, as D4RL does. The batch has the keys of a rollout; floating arrays are
+    float32. Raises TypeError for something else, FileNotFoundError without a file, ValueError for missing or unequal
+    arrays, ImportError if h5py is needed and missing.
 
     >>> import numpy as np
     >>> flags = {"terminals": [False, True, False], "timeouts": [False, False, True]}
@@ -220,14 +229,21 @@ def from_arrays(arrays: Mapping[str, Any] | str | os.PathLike[str]) -> TensorDic
     sizes = {".".join(path): len(each) for path, each in columns.items()}
     if len({*sizes.values()}) > 1 or not sizes["next.reward"]:
         raise ValueError(f"arrays have the lengths {sizes}, expected one length, of at least 1: cut them")
+    numbers = {path: columns[path] for path in _AFTER[:3] if path in columns}
+    if wide := {".".join(path): each.shape for path, each in numbers.items() if each.size > len(each)}:
+        raise ValueError(f"arrays have the shapes {wide}, expected one number for each frame: take one agent's")
     ended = columns[TERMINATED].astype(bool).reshape(-1)
     cut = columns.get(TRUNCATED, np.zeros_like(ended)).astype(bool).reshape(-1)
     cut[-1] |= not ended[-1]
     columns |= {TERMINATED: ended, TRUNCATED: cut}
-    if ("next", *observed[0]) not in columns:
+    following = {path for path in columns if path[0] == "next" and path[1:] in observed}
+    if following and len(following) < len(observed):
+        lacking = sorted(".".join(path) for path in observed if ("next", *path) not in following)
+        raise ValueError(f"next_observations lack {lacking}, expected all keys of observations, or none: add them")
+    if not following:
         lost = cut & ~ended
         columns[TRUNCATED] = cut | (np.append(lost[1:], False) & ~ended)  # also where the next frame is left out
-        columns |= {("next", *path): np.roll(columns[path], -1, 0) for path in observed}
+        columns |= {("next", *path): np.append(columns[path][1:], columns[path][-1:], 0) for path in observed}
         columns = {path: each[~lost] for path, each in columns.items()}
     return _batch(columns, 0)
 
@@ -240,5 +256,7 @@ def _named(arrays: Mapping[str, Any], prefix: Path = ()) -> Columns:
         if isinstance(each, Mapping):
             found |= _named(each, (kind, *rest))
         elif (home := _PATHS.get(_D4RL.get(kind, kind))) is not None and np.asarray(each).dtype.kind in "biuf":
+            if rest and home in ((), ("next",)) and rest[0] in RESERVED:
+                raise ValueError(f"the observation key {rest[0]!r} collides with a key of the batch: rename it")
             found[(*home, *rest) if rest or home not in ((), ("next",)) else (*home, *OBSERVATION)] = in_single(each)
     return found

@@ -80,6 +80,8 @@ def write_minari(
     about = {"dataset_id": name, "minari_version": extra("minari").__version__, **(metadata or {})}
     about |= {key: [each] for key, each in about.items() if key.startswith("author") and isinstance(each, str)}
     about |= {"total_episodes": 0, "total_steps": 0}
+    if slashed := [leaf.name for leaf in getattr(env, "observation_leaves", ()) if "/" in leaf.name]:
+        raise ValueError(f"env observes {slashed}, expected keys without slashes, which HDF5 nests: rename them")
     for number, part in enumerate(parts_of(batches, env, seed, frames_per_part, folder)):
         _write(folder, f"part-{number:05}", part, env, about)
     return int(about["total_steps"])
@@ -90,8 +92,9 @@ def _place(path_or_id: Any) -> tuple[FilePath, str]:
     check_kind("path_or_id", path_or_id, (str, os.PathLike), "pass a folder, or an id of Minari's")
     if isinstance(path_or_id, str) and _ID.fullmatch(path_or_id):
         return FilePath(extra("minari").storage.get_dataset_path(path_or_id), "data"), path_or_id
-    name = re.sub(r"[^\w-]+", "-", FilePath(path_or_id).resolve().name).strip("-") or "dataset"
-    return FilePath(path_or_id), name if re.search(r"-v\d+$", name) else f"{name}-v0"
+    folder = FilePath(path_or_id).resolve()  # Minari joins a relative path twice
+    name = re.sub(r"[^\w-]+", "-", folder.name).strip("-") or "dataset"
+    return folder, name if re.search(r"-v\d+$", name) else f"{name}-v0"
 
 
 def _write(folder: FilePath, name: str, part: EpisodeRows, env: Env, about: dict[str, Any]) -> None:
@@ -101,6 +104,9 @@ def _write(folder: FilePath, name: str, part: EpisodeRows, env: Env, about: dict
     spaces = (env.observation_space, env.action_spec.space, getattr(env, "spec", None))
     storages.MinariStorage.new(fresh, *spaces, jpeg_encoding=False).update_episodes(_buffers(part, env))
     written = json.loads((fresh / _META).read_text())
+    with h5py.File(fresh / _MAIN, "a") as file:
+        for number in range(len(part.ends)):
+            file[f"episode_{number}"].attrs["id"] = about["total_episodes"] + number
     fresh.rename(folder / name)
     with replacing(folder / _MAIN) as copy:
         if (folder / _MAIN).exists():
@@ -111,6 +117,7 @@ def _write(folder: FilePath, name: str, part: EpisodeRows, env: Env, about: dict
                 file[f"episode_{about['total_episodes'] + number}"] = link
     about["total_episodes"] += len(part.ends)
     about["total_steps"] += int(part.ends[-1])
+    about["dataset_size"] = about.get("dataset_size", 0) + written["dataset_size"]
     with replacing(folder / _META) as copy:
         copy.write_text(json.dumps(written | about))
 
@@ -190,7 +197,8 @@ def _episodes(dataset: Any, space: Space, leaves: Sequence[Leaf]) -> Iterator[Co
             observed = {leaf.path: np.asarray(each, leaf.dtype).reshape(-1, *leaf.shape) for leaf, each in rows}
             acted = [np.asarray(each).reshape(len(rewards), -1) for each in disassemble(acting, episode["actions"])]
             action = np.concatenate(acted, 1).reshape(-1, *(plain.shape or ())).astype(plain.dtype)
-            infos = {path: np.asarray(each) for path, each in flatten(episode["infos"] or {}).items()}
+            named = {".".join(path): each for path, each in flatten(episode["infos"] or {}).items()}
+            infos = {(*name.split("."),): np.asarray(each) for name, each in named.items()}
             known = {(*INFO, *path): each[-len(rewards) :] for path, each in infos.items() if each.dtype.kind in "biuf"}
             ended = {TERMINATED: episode["terminations"], TRUNCATED: episode["truncations"]}
             yield episode_columns(observed, ended, {ACTION: action, REWARD: rewards, **known})

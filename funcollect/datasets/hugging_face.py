@@ -48,8 +48,6 @@ def to_hf(
         if root is not None:
             tables.pop().save_to_disk(root / ".part")
             tables.append(library.load_from_disk((root / ".part").rename(root / f"part-{number:05}")))
-    if not tables:
-        raise ValueError("batches have no whole episode, expected one or more: collect more frames")
     return library.concatenate_datasets(tables)
 
 

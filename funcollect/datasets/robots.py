@@ -46,6 +46,7 @@ _FILE = "chunk-{chunk_index:03d}/file-{file_index:03d}"
 _DATA, _EPISODES = f"data/{_FILE}.parquet", f"meta/episodes/{_FILE}.parquet"
 _VIDEO = f"videos/{{video_key}}/{_FILE}.mp4"
 _PICTURES = ("image", "video")
+_KEYS = "funcollect_keys"  # of observations in batches, by feature; other readers ignore it
 
 
 def write_lerobot(
@@ -103,11 +104,14 @@ class _Writer:
 
     def __init__(self, root: FilePath, env: Env, fps: int, task: str, pictures: str) -> None:
         self._root, self._task, self._pictures = root, task, pictures
-        self._names = {leaf.path: _name(leaf) for leaf in env.observation_leaves}
+        self._names = {leaf.path: _name(leaf, len(env.observation_leaves) == 1) for leaf in env.observation_leaves}
+        if len({*self._names.values()}) < len(self._names):
+            raise ValueError(f"env observes {[*self._names]}, of which features have one name: rename them")
         self.info: dict[str, Any] = {"codebase_version": "v3.0", "robot_type": None, "fps": fps, "chunks_size": _CHUNK}
         self.info |= {"total_episodes": 0, "total_frames": 0, "total_tasks": 1, "data_path": _DATA}
         self.info |= {"video_path": _VIDEO if pictures == "video" else None, "features": {}}
         self.info |= {"data_files_size_in_mb": 100, "video_files_size_in_mb": 200}
+        self.info[_KEYS] = {name: path for path, name in self._names.items()}
         self._sums: dict[str, list[Any]] = {}  # by feature, see `_add`
 
     def add(self, number: int, part: EpisodeRows) -> None:
@@ -172,15 +176,16 @@ class _Writer:
             extra("pyarrow.parquet").write_table(extra("pyarrow").table(columns), fresh)
 
 
-def _name(leaf: Leaf) -> str:
-    """The name of an observation's feature; `_path` is the inverse."""
+def _name(leaf: Leaf, alone: bool) -> str:
+    """The name of an observation's feature."""
     picture = leaf.dtype == np.uint8 and len(leaf.shape) == 3 and leaf.shape[-1] == 3
-    if leaf.path == OBSERVATION:
+    if alone and leaf.path == OBSERVATION:
         return "observation.image" if picture else "observation.state"
     return ".".join((*OBSERVATION, *["images"] * picture, *leaf.path))
 
 
 def _path(name: str, alone: bool) -> Path:
+    """The key of an observation in a dataset that does not say it."""
     _, *parts = name.split(".")
     if alone and parts in (["state"], ["image"]):
         return OBSERVATION
@@ -261,7 +266,8 @@ def _episodes_of(
             tail = terminal[name][row : row + 1] if name in terminal else seen[-1:]
             if kind in _PICTURES and f"terminal/{name}" in beside.column_names:
                 tail = _from_png(beside.column(f"terminal/{name}"))
-            columns[_path(name, len(observed) == 1)] = np.concatenate([seen, tail])
+            path = tuple(info.get(_KEYS, {}).get(name, _path(name, len(observed) == 1)))
+            columns[path] = np.concatenate([seen, tail])
         yield _episode(columns, {name: each[begin:end] for name, each in numbers.items()}, end - begin)
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import funcollect as fc
 from tests.buffers.conftest import filled
@@ -90,6 +91,60 @@ def test_readers_take_them(tmp_path):
         sample = each.sample()
         assert sample["collector", "learn"].sum() == 20
         assert len(rows_of(sample, 11)) == 4
+
+
+class Values(nn.Module):
+    """The action values of an R2D2-like learner."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.values = nn.GRUCell(4, 8), nn.Linear(8, 2)
+
+    def forward(self, observation, hidden):
+        hidden = self.cell(observation, hidden)
+        return self.values(hidden), hidden
+
+    def over(self, rows, hidden):
+        """Values [S, T, 2] of sequences [S, T], from the recurrent states [S, 8] before them."""
+        found = []
+        for step in range(rows.shape[1]):
+            value, hidden = self(rows["observation"][:, step], hidden)
+            found.append(value)
+        return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize(("burn_in", "learned"), [(0, False), (4, False), (60, True)])
+def test_values_are_those_of_unrolling_whole_episodes(burn_in, learned):
+    """From recorded states while the weights are the same; after learning, if the burn-in reaches the first frame."""
+    env, values = fc.make_env("CartPole-v1", num_envs=3), Values()
+    policy = fc.torch_policy(values, head=fc.heads.epsilon_greedy(0.3), initial_state=torch.zeros(8), record_state=True)
+    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 200, max_frames_per_traj=50)
+    sampler = fc.SliceSampler(slice_len=6, burn_in=burn_in, bootstrap=1, strict_length=False, pad_output=True)
+    buffer = filled(batch, 600, sampler, ndim=2, batch_size=32 * 6)
+    if learned:
+        for parameter in values.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    wanted = {}
+    with torch.no_grad():
+        for episode in whole_episodes(batch):
+            found = values.over(episode[None], torch.zeros(1, 8))[0]
+            wanted |= {(int(ids), int(step)): row for ids, step, row in zip(*numbers_of(episode), found, strict=True)}
+        for _ in range(scaled(10)):
+            rows = buffer.sample().reshape(32, -1)
+            found, mask = values.over(rows, rows["recurrent"][:, 0]), rows["collector", "mask"]
+            whole = [wanted[int(ids), int(step)] for ids, step in zip(*numbers_of(rows[mask]), strict=True)]
+            torch.testing.assert_close(found[mask], torch.stack(whole))
+
+
+def numbers_of(rows):
+    return rows["collector", "traj_ids"], rows["collector", "step"]
+
+
+def whole_episodes(batch):
+    """The rows of each trajectory of a batch [P, T]."""
+    for lane in batch:
+        for ids in lane["collector", "traj_ids"].unique():
+            yield lane[lane["collector", "traj_ids"] == ids]
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -52,6 +52,28 @@ def test_one_sample_from_several_and_what_goes_back(prefetch):
     assert weight.min() < 1
 
 
+def test_priorities_in_a_sample_go_back_to_keyed_buffers():
+    buffers = [fc.TensorDictReplayBuffer(storage=fc.LazyTensorStorage(8), sampler=prioritized()) for _ in range(2)]
+    buffers.insert(1, fc.TensorDictReplayBuffer(storage=fc.LazyTensorStorage(8)))
+    for buffer in buffers:
+        buffer.extend(numbers(8))
+    mixed = fc.mix(*buffers, batch_size=30)
+    sample, info = mixed.sample(return_info=True)
+    mixed.update_tensordict_priority(sample.set("td_error", info["index"] + 100.0))
+    for number in (0, 2):
+        drawn = {*info["index"][info["buffer"] == number].tolist()}
+        wanted = [slot + 100.0 if slot in drawn else 1.0 for slot in range(8 * number, 8 * number + 8)]
+        assert weights(buffers[number]) == wanted
+
+
+def test_a_loop_over_frames_that_are_used_once_ends():
+    buffer = filled(numbers(6), 8, lambda: fc.RecentSampler(once=True), batch_size=4)
+    assert [len(sample) for sample in buffer] == [4, 2]
+    assert [*buffer] == []
+    buffer.extend(numbers(3))
+    assert [len(sample) for sample in buffer] == [3]
+
+
 def test_keyed_buffers_and_trees():
     for frames in (numbers(4), torch.stack([numbers(4)] * 2, 1)):  # the latter are sequences
         buffers = [fc.TensorDictReplayBuffer(storage=fc.LazyTensorStorage(4), batch_size=2) for _ in range(2)]

@@ -45,6 +45,18 @@ def test_samples_are_transformed_where_they_are_made(kind, prefetch):
     assert "y" not in buffer[:].to_dict()
 
 
+def test_the_last_value_of_a_frame_that_is_still_there_counts():
+    """Though an older frame of the same slot comes after it."""
+    buffer = filled(numbers(4), 4)
+    old = torch.arange(2)
+    new = buffer.extend(numbers(2, 10))
+    index, written = torch.cat([new, old]), torch.tensor([6, 6, 4, 4])
+    assert buffer.update(index, {"x": torch.tensor([70, 71, 98, 99])}, written=written) == 2
+    assert buffer[:]["x"].tolist() == [70, 71, 2, 3]
+    assert buffer.update(torch.cat([new, new]), {"x": torch.arange(4)}) == 0
+    assert buffer[:]["x"].tolist() == [2, 3, 2, 3]
+
+
 @pytest.mark.needs("torchrl")
 @pytest.mark.parametrize("prefetch", [None, 2])
 def test_transforms_of_torchrl(prefetch, tmp_path):

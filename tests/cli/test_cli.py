@@ -158,6 +158,12 @@ def test_a_dataset_has_the_whole_episodes_of_the_run(form, tmp_path, capsys):
 
 @pytest.mark.usefixtures("rigged")
 def test_a_run_that_fails_leaves_the_dataset_that_was_written(tmp_path, capsys):
+    assert run(tmp_path / "old", "--dataset", "minari") == 0
+    before, old = snapshot(tmp_path / "old"), ["--out", str(tmp_path / "old"), "--dataset", "minari", "--overwrite"]
+    assert main(["collect", "Nope-v9", *old]) == 2
+    assert snapshot(tmp_path / "old") == before
+    assert run(tmp_path / "old", "--dataset", "hf", "--overwrite") == 0
+    assert snapshot(tmp_path / "old") != before
     assert main(["collect", "Broken-v0", "--out", str(tmp_path / "out"), "--dataset", "minari"]) == 2
     assert "the arm broke off" in capsys.readouterr().err
     assert (tmp_path / "out").exists()

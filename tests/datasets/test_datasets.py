@@ -102,6 +102,57 @@ def test_what_is_read_is_what_was_collected(form, kind, tmp_path):
             write(folder, [], env=env)
 
 
+KEYS = [
+    spaces.Dict(observation=BOX, state=BOX), spaces.Dict(state=BOX), spaces.Dict(image=PIXELS),
+    spaces.Dict(images=spaces.Dict(a=BOX)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("space", KEYS, ids=[str([*each.spaces]) for each in KEYS])
+def test_observations_of_any_keys_come_back_from_lerobots_format(space, tmp_path):
+    env = fc.make_env([partial(Sampling, space, spaces.Discrete(2))] * 2)
+    write_lerobot(tmp_path, collected(env, 20), env=env)
+    keys = {path for path in leaves(next(read_lerobot(tmp_path))) if path[0] not in ("next", "collector")}
+    assert keys >= {leaf.path for leaf in env.observation_leaves}
+    taken = spaces.Dict(images=spaces.Dict(a=BOX), a=PIXELS)
+    env = fc.make_env([partial(Sampling, taken, spaces.Discrete(2))] * 2)
+    with pytest.raises(ValueError, match=r"features have one name: rename them"):
+        write_lerobot(tmp_path / "x", collected(env, 20), env=env)
+
+
+class Inner(gymnasium.Wrapper):
+    """Infos in a dict of infos."""
+
+    def step(self, action):
+        *answer, info = self.env.step(action)
+        return *answer, {"of": {"half": info["half"]}}
+
+
+def test_minaris_folders_may_be_relative_and_infos_nested_and_ids_go_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    env = fc.make_env([lambda: Inner(Sampling(BOX, spaces.Discrete(2)))] * 2, info_keys=["of.half"])
+    write_minari("here/data", collected(env, 20), env=env, frames_per_part=20)
+    assert (*INFO, "of", "half") in leaves(next(read_minari("here/data")))
+    storage = minari.MinariDataset(tmp_path / "here" / "data").storage
+    ids = [each["id"] for each in storage.get_episode_metadata(range(storage.total_episodes))]
+    assert ids == [*range(storage.total_episodes)]
+    sizes = [part.stat().st_size for part in (tmp_path / "here" / "data").glob("part-*/*.hdf5")]
+    assert storage.metadata["dataset_size"] == pytest.approx(sum(sizes) / 1e6, abs=0.2 * len(sizes))
+
+
+@pytest.mark.parametrize("write", [write_minari, write_lerobot])
+def test_what_cannot_be_written_is_named(write, tmp_path):
+    env, endless = make("box"), fc.make_env(gymnasium.make("Pendulum-v1", max_episode_steps=-1))
+    with pytest.raises(ValueError, match=r"no whole episode, .*or limit episodes"):
+        write(tmp_path / "e", collected(endless, 20), env=endless)
+    with pytest.raises(ValueError, match=r"batches have the observations .*\(3,\).*\(4,\).*pass their own env"):
+        write(tmp_path / "o", collected(env, 20), env=fc.make_env("CartPole-v1"))
+    slashed = fc.make_env([partial(Sampling, spaces.Dict({"a/b": BOX}), spaces.Discrete(2))] * 2)
+    if write is write_minari:
+        with pytest.raises(ValueError, match=r"\['a/b'\], expected keys without slashes"):
+            write(tmp_path / "s", collected(slashed, 20), env=slashed)
+
+
 def test_a_table_of_hugging_face_has_every_leaf(tmp_path):
     env, policy = fc.make_env("CartPole-v1", num_envs=3), torch_mlp(fc.make_env("CartPole-v1", num_envs=3))
     wanted = episodes(collected(env, 60, policy=policy))
@@ -424,6 +475,13 @@ def test_arrays_with_d4rls_names(tmp_path):
 @pytest.mark.parametrize(("change", "error", "words"), [
     ({"rewards": np.ones(3)}, ValueError, "'next.reward': 3.*expected one length, of at least 1: cut them"),
     ({"rewards": None}, ValueError, "expected observations, actions, rewards and terminations"),
+    ({"rewards": np.ones((N, 2))}, ValueError, r"'next.reward': \(7, 2\).*expected one number for each frame"),
+    ({"observations": {"action": np.ones(N), "x": np.ones(N)}}, ValueError, "key 'action' collides"),
+    ({"next_observations": {"reward": np.ones(N)}}, ValueError, "key 'reward' collides"),
+    (
+        {"observations": {"a": np.ones(N), "b": np.ones(N)}, "next_observations": {"a": np.ones(N)}},
+        ValueError, r"next_observations lack \['b'\]",
+    ),
 ])  # fmt: skip
 def test_arrays_that_do_not_fit(change, error, words):
     with pytest.raises(error, match=words):

@@ -14,7 +14,7 @@ from torch import nn
 import funcollect as fc
 from funcollect.core.loops import tensor
 from funcollect.core.loops.eager import Clock
-from funcollect.core.request import Request, step_limit
+from funcollect.core.request import Request
 from funcollect.envs import Transition
 from funcollect.errors import LoweringError
 from funcollect.interop import cuda_graph
@@ -290,8 +290,7 @@ def test_nothing_is_read_before_the_batch_is_delivered(name, kwargs, monkeypatch
     monkeypatch.setattr(tensor, "reads_wait", lambda device: True)
     env, policy, state = fresh(name, num_envs=4)
     request = Request(length=30, **kwargs)
-    lanes, limit = tensor.TensorLanes.of(state), step_limit(env, request)
-    stepper = tensor.TensorStepper(env, policy, state, request, lanes, limit)
+    stepper = tensor.TensorStepper(env, policy, state, request, tensor.TensorLanes.of(state))
     stepper.begin()
     action = torch.zeros(4, *env.action_spec.shape, dtype=env.action_spec.dtype)
     still = SimpleNamespace(act=lambda t: action, restart=lambda lanes: None)
