@@ -95,7 +95,7 @@ class Book:
         rows = [memory[:, self._lanes, self._steps] for memory in counted]
         leaves = [*map(tensor, shown), *tensor(rows[0]).unbind(), *tensor(rows[1][..., None]).unbind()]
         recorded = columns if self._in_numpy or not self.on_host else [*map(torch.from_numpy, columns)]
-        return Page(recorded, *counted, leaves)
+        return Page(recorded, counted[0], counted[1], leaves)
 
     def _memory(self, given: Tensor | None, shape: tuple[int, ...], dtype: Any) -> Any:
         if given is not None and given.device == self._device:

@@ -110,7 +110,8 @@ def _forms_of(answer: Any) -> list[Any] | None:
     """What `_check_step` looks at; None for no transition."""
     if not isinstance(answer, Transition):
         return None
-    leaves = optree.tree_leaves(answer[1:5], namespace=NAMESPACE)  # type: ignore[arg-type]
+    seen: Any = answer.observation, answer.reward, answer.terminated, answer.truncated
+    leaves: list[Any] = optree.tree_leaves(seen, namespace=NAMESPACE)
     return [(getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves]
 
 

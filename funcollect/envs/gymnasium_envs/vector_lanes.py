@@ -159,8 +159,8 @@ class VectorLanes(SimulatorsBase):
 
     def _write_final(self, info: Mapping[str, Any], ended: Sequence[int]) -> None:
         """Write the last observations of lanes that ended, where the infos have them; else EnvError."""
-        name = next((name for name in FINAL if name in info), None)
-        reported = info.get(f"_{name}", [name is not None] * self._env.num_envs)  # Gymnasium's mask of lanes
+        name = next((name for name in FINAL if name in info), "")
+        reported = info.get(f"_{name}", [bool(name)] * self._env.num_envs)  # Gymnasium's mask of lanes
         if lacking := [lane for lane in ended if not reported[lane]]:
             what = f"lanes {lacking}: the vector environment begins others and does not report the last observations"
             mend = f"add them there, or pass another autoreset_mode; {ONWARD}"
@@ -180,7 +180,7 @@ class VectorLanes(SimulatorsBase):
             raise EnvError(f"{what}, expected {wanted}: {API}")
         return outcome
 
-    def _pick(self, info: dict[str, Any]) -> list[tuple[Any, ...]]:
+    def _pick(self, info: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         """For each recorded info key, its P values; EnvError if a lane lacks one."""
         picked: list[tuple[Any, ...]] = []
         if not self._info_keys or self._late.all():  # no lane's infos are recorded where all are reset
@@ -256,7 +256,7 @@ class SelfResettingLanes(VectorLanes):
         self._write_final(info, ended)
 
     @override
-    def _pick(self, info: dict[str, Any]) -> list[tuple[Any, ...]]:
+    def _pick(self, info: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         """As above, but those of lanes that ended come from ``"final_info"``."""
         if not (self._info_keys and self._ended.any()):
             return super()._pick(info)
