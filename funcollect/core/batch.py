@@ -50,17 +50,11 @@ class Book:
     """
 
     def __init__(
-        self,
-        rows: Columns,
-        ends: Sequence[Tensor],
-        *,
-        single: bool,
-        request: Request,
-        in_numpy: bool = False,
-        on_host: bool | None = None,
+        self, rows: Columns, *, single: bool, request: Request, in_numpy: bool = False, on_host: bool | None = None
     ) -> None:
         """Record rows like these [P, ...] by the batch's keys, rewards last, and two flags [T, P] of all pages."""
         like = rows[REWARD]
+        ends = torch.zeros(2, request.length, len(like), dtype=torch.bool, device=like.device).unbind()
         self.on_host, self._in_numpy, self._device = like.is_cpu if on_host is None else on_host, in_numpy, like.device
         self._counted = len(like), request.length
         self._size = torch.Size((*[len(like)] * (not single), *[request.length] * request.with_time))

@@ -96,12 +96,6 @@ class Request:
         vars(changed).update(vars(self), params=params)
         return changed
 
-    def column(self, path: Path, row: Tensor) -> Tensor:
-        """Return memory [T, P, ...] for rows like `row` [P, ...]: the column in `columns`, or new memory."""
-        shape, given = (self.length, *row.shape), self.columns.get(path)
-        fits = given is not None and (given.shape, given.dtype, given.device) == (shape, row.dtype, row.device)
-        return given if given is not None and fits else row.new_empty(shape)
-
     def step_options(self, env: TorchEnv | JaxEnv) -> StepOptions:
         """Return the options of a step."""
         early = min(self.random_steps, 2**32 - 1)

@@ -65,9 +65,8 @@ class Stepper:
             rows[REWARD] = like.new_empty(len(like), dtype=torch.float32)
             bytes_of_page = self.request.length * sum(row.nbytes for row in rows.values())
             self.small = bytes_of_page <= _SMALL and not self.request.columns  # these belong to the caller
-            ends = like.new_zeros(2, self.request.length, len(like), dtype=torch.bool).unbind()
             kind = {"in_numpy": self.in_numpy, "on_host": like.is_cpu and self.state is not None}  # None in a graph
-            self.book = Book(rows, ends, single=self.env.num_envs is None, request=self.request, **kind)
+            self.book = Book(rows, single=self.env.num_envs is None, request=self.request, **kind)
         self.page, self.infos = self.book.page(self.request.columns), {}
         return self.page.columns
 

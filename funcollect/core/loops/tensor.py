@@ -313,22 +313,24 @@ def run_captured(env: TorchEnv, policy: Policy, state: CollectorState, request: 
         policy_state, initial_state = (part.on(env.device) for part in (inputs.policy_state, inputs.initial_state))
         inputs = inputs._replace(policy_state=policy_state, initial_state=initial_state)
     before: Any = _before(env, policy, state, inputs)
-    generator, columns, recorded = inputs.policy_state.generator.clone(), dict[Path, Tensor](), list[Tensor]()
+    generator, memory, recorded = inputs.policy_state.generator.clone(), list[Tensor](), list[Tensor]()
+    book: Any = None
     with torch_generator(generator, env.device):
         for start in range(0, request.length, STEPS):
             steps = slice(start, min(start + STEPS, request.length))
             after, actor = _launch(env, policy, request, steps.stop - start, inputs, before)
-            if start == 0:
-                columns = {path: request.column(path, column[0]) for path, column in after.columns.items()}
+            if book is None:
+                rows = {path: column[0] for path, column in after.columns.items() if path not in _ENDS}
+                book = Book(rows, single=env.num_envs is None, request=request)
+                page = book.page(request.columns)
+                memory = [*page.columns, book.terminated, book.truncated]
                 recorded = [column.new_empty(request.length, *column.shape[1:]) for column in after.recorded]
-            rows = [column[steps] for column in (*columns.values(), *recorded)]
-            torch._foreach_copy_(rows, [*after.columns.values(), *after.recorded])
+            torch._foreach_copy_(
+                [column[steps] for column in (*memory, *recorded)], [*after.columns.values(), *after.recorded]
+            )
             before = after.next
     with reads_together():
-        ends = [columns.pop(path) for path in _ENDS]
-        like = {path: column[0] for path, column in columns.items()}
-        book = Book(like, ends, single=env.num_envs is None, request=request)
-        counters, batch = deliver(state, request, book, book.page(columns), actor.outputs_of(recorded))
+        counters, batch = deliver(state, request, book, page, actor.outputs_of(recorded))
         in_graph: Any = (before.lanes.env_state, before.lanes.observation, before.recurrent)
         env_state, observation, recurrent = optree.tree_map(torch.clone, in_graph, namespace=NAMESPACE)
     return state.replace(
