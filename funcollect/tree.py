@@ -151,3 +151,13 @@ def select(mask: torch.Tensor, chosen: Any, other: Any) -> Any:
         return torch.where(mask.reshape(-1, *[1] * (one.ndim - 1)), one, two)
 
     return optree.tree_map(pick, chosen, other, namespace=NAMESPACE)
+
+
+def there(observation: Any, mask: Any) -> Any:
+    """Observations [..., n, ...], with zeros for the agents that a mask [..., n] lacks."""
+
+    def kept(leaf: Any) -> Any:
+        xp: Any = torch if isinstance(leaf, torch.Tensor) else leaf.__array_namespace__()
+        return xp.where(mask.reshape(*mask.shape, *[1] * (leaf.ndim - mask.ndim)), leaf, xp.zeros_like(leaf))
+
+    return optree.tree_map(kept, observation, namespace=NAMESPACE)

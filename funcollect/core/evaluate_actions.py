@@ -50,9 +50,10 @@ _SCORING = tensordict_nn.ProbabilisticTensorDictModule | tensordict_nn.Probabili
 def remember_spaces(policy: Policy, space: Space, leaves: Sequence[Leaf], spec: ActionSpec) -> None:
     """Remember the spaces that a policy acts in, for `evaluate_actions`; for a group's policy, those of one agent."""
     if isinstance(policy, GroupPolicy) and isinstance(spec, GroupedSpec):
-        for name in policy.policies.keys() - policy.together:
-            seen = spec.groups[name].observation_space
-            remember_spaces(policy.policies[name], seen, observation_leaves(seen), spec.groups[name].action_spec)
+        for name, member in policy.policies.items():
+            whole: Any = space
+            seen = whole[name]["observation"] if name in policy.together else spec.groups[name].observation_space
+            remember_spaces(member, seen, observation_leaves(seen), policy.spec_of(name, spec))
     for player in policy.policies.values() if isinstance(policy, PlayerPolicy) else ():
         remember_spaces(player, space, leaves, spec)
     known: list[Spaces] = memo_of(policy).setdefault("spaces", [])

@@ -115,7 +115,10 @@ def lowered_for(env: Env, policy: Policy, exploration_type: ExplorationType) -> 
         raise TypeError(f"policy is {type(policy).__name__}, expected {wanted}")
     known: dict[Any, LoweredPolicy | LoweringError] = memo_of(policy).setdefault("lowered", {})
     in_tensordicts = isinstance(policy, TensorDictPolicy)  # other modules do not depend on the type: they do not sample
-    cache_key = (exploration_type if in_tensordicts else ExplorationType.RANDOM, _observed_form(env), policy.settings)
+    acts = exploration_type if in_tensordicts else ExplorationType.RANDOM
+    # Objects by their ids, since the cached policy keeps them, and tensors by how often they were written, too.
+    start = [(id(leaf), getattr(leaf, "_version", 0)) for leaf in optree.tree_leaves(policy.initial_state)]
+    cache_key = acts, _observed_form(env), policy.settings, id(policy.head), tuple(start)
     if cache_key not in known:
         if sum(other[:2] == cache_key[:2] for other in known) >= _MOST_SETTINGS:
             what = f"its attributes were seen with {_MOST_SETTINGS} different values, and each would compile again"

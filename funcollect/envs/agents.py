@@ -14,17 +14,14 @@ from typing import Any
 
 import numpy as np
 import optree
-import torch
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 from tensordict import TensorDict
-from torch import Tensor
 
 from funcollect.envs.base import box
 from funcollect.envs.plain_spaces import plain_actions
-from funcollect.interop.jax_setup import import_jax
 from funcollect.specs import PLAYER, PRESENT, Group, GroupedSpec, Space, TurnSpec
-from funcollect.tree import NAMESPACE, Path, flatten, to_batch
+from funcollect.tree import NAMESPACE, Path, flatten, there, to_batch
 
 REWARD = "reward"  # the info of each group, [n] float32
 FLAGS = ("terminated", "truncated")  # of each agent, in the observation: [n, 1] bool
@@ -104,16 +101,6 @@ def action_spec(groups: Mapping[str, Group], order: Sequence[str]) -> GroupedSpe
     return GroupedSpec(plain_actions(action_space(groups)), groups=groups, order=tuple(order))
 
 
-def there(observation: Any, mask: Any) -> Any:
-    """Observations [..., n, ...], with zeros for the agents that a mask [..., n] lacks."""
-
-    def kept(leaf: Any) -> Any:
-        xp: Any = torch if isinstance(leaf, Tensor) else import_jax().numpy
-        return xp.where(mask.reshape(*mask.shape, *[1] * (leaf.ndim - mask.ndim)), leaf, xp.zeros_like(leaf))
-
-    return optree.tree_map(kept, observation, namespace=NAMESPACE)
-
-
 def by_groups(columns: Mapping[Path, Any], spec: GroupedSpec) -> dict[Path, Any]:
     """A loop's columns [..., *shape], those of agents under the keys of their groups, with ``done`` for each group."""
     moved: dict[Path, Any] = {}
@@ -162,9 +149,16 @@ def presented(batch: TensorDict, spec: GroupedSpec | TurnSpec) -> TensorDict:
 
 
 def without_absent(leaves: dict[Path, Any], groups: Iterable[str]) -> dict[Path, Any]:
-    """The columns, with zeros for the root observations of absent agents in these groups."""
-    masked = {*groups}
-    return {
-        path: there(leaf, leaves[path[0], PRESENT]) if path[0] in masked and path[1] == "observation" else leaf
-        for path, leaf in leaves.items()
-    }
+    """The columns, with zeros for the observations of absent agents in these groups.
+
+    What an agent that leaves observes last is its next observation, and no root.
+    """
+    shown = dict(leaves)
+    for name in groups:
+        mask, following = leaves[name, PRESENT], leaves.get(("next", name, PRESENT))
+        for path, leaf in leaves.items():
+            if path[:2] == (name, "observation"):
+                shown[path] = there(leaf, mask)
+            elif path[:3] == ("next", name, "observation") and following is not None:
+                shown[path] = there(leaf, mask | following)
+    return shown

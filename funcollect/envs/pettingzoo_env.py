@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -17,6 +17,7 @@ from funcollect.arguments import check_choice, check_flags, check_keys, check_ki
 from funcollect.envs import agents
 from funcollect.envs.agents import REWARD, STATE
 from funcollect.envs.gymnasium_envs.adapter import from_gymnasium
+from funcollect.envs.gymnasium_envs.lanes import no_info_key
 from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.specs import PLAYER, PRESENT, Group, Space, TurnSpec
 
@@ -115,22 +116,37 @@ class _Around(gymnasium.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self._over = np.zeros((2, len(self._names)), bool)  # terminated, truncated; agents in the order of `names`
+        self._present: set[str] = set()  # the agents that act in the next step
         begun = self.inner.reset(seed=seed, options=options)
+        self._agents = [*self.inner.agents]  # after the last step
+        self._took_part = self._there()
         return self._observed(begun and begun[0]), {}
 
     def _observed(self, observation: Any = None) -> dict[str, Any]:
         """The lane's observation, from those by agent or, in turns, from that of the agent that moves."""
         raise NotImplementedError
 
+    def _there(self) -> Any:
+        """Which agents are there, [agents] bool."""
+        return np.array([name in self.inner.agents for name in self._names])
+
     def _ends(self, terminations: Mapping[str, bool], truncations: Mapping[str, bool]) -> tuple[bool, bool]:
-        """Record which agents have left; return whether the lane terminates, and whether it is truncated."""
-        if self.inner.agents and not any(terminations.values()) and not any(truncations.values()):
+        """Record which agents have left; return whether the lane terminates, and whether it is truncated.
+
+        An agent that leaves without a flag is truncated. One that comes back has not ended any more, and agents that
+        have not been there yet in this episode do not count.
+        """
+        same, self._agents = self.inner.agents == self._agents, [*self.inner.agents]
+        if same and self._agents and not any(terminations.values()) and not any(truncations.values()):
             return False, False
-        left = [[flags.get(name, False) for name in self._names] for flags in (terminations, truncations)]
-        self._over = self._over | np.array(left, bool)
-        enough: Any = np.any if self._any_ends else np.all
-        ended = bool(enough(self._over.any(0))) or not (self._any_ends or self.inner.agents)
-        terminates = ended and bool(enough(self._over[0]))
+        flags = [[flags.get(name, False) for name in self._names] for flags in (terminations, truncations)]
+        left, there = np.array(flags, bool), self._there()
+        self._took_part |= there
+        self._over = (self._over & ~(there & ~left.any(0))) | left
+        self._over[1] |= self._took_part & ~there & ~self._over.any(0)
+        over, enough = self._over[:, self._took_part], cast(Any, np.any if self._any_ends else np.all)
+        ended = bool(enough(over.any(0))) or not (self._any_ends or self._agents)
+        terminates = ended and bool(enough(over[0]))
         return terminates, ended and not terminates
 
     @override
@@ -155,9 +171,11 @@ class Lane(_Around):
 
     @override
     def _observed(self, observation: Any = None) -> dict[str, Any]:
-        self._present, first, nodes = set(self.inner.agents), 0, {}
+        acted, self._present = self._present, set(self.inner.agents)
+        shown, first, nodes = acted | self._present, 0, {}
         for name, group in self._groups.items():
-            rows = agents.stacked(group.observation_space, [observation.get(agent) for agent in group.names])
+            seen = [observation.get(agent) if agent in shown else None for agent in group.names]
+            rows = agents.stacked(group.observation_space, seen)
             mask = np.array([agent in self._present for agent in group.names])
             terminated, truncated = self._over[:, first : first + group.n, None]
             nodes[name] = {"observation": rows, "terminated": terminated, "truncated": truncated, PRESENT: mask}
@@ -173,7 +191,7 @@ class Lane(_Around):
         for name, group in self._groups.items():
             infos[name] = {REWARD: np.array([reward.get(agent, 0.0) for agent in group.names], np.float32)}
             for key in self._keys:
-                infos[name][key] = np.array([info.get(agent, {}).get(key, 0) for agent in group.names])
+                infos[name][key] = _of_agents(key, group.names, info)
         ends = self._ends(terminated, truncated)
         return self._observed(observation), sum(reward.values()), *ends, infos
 
@@ -196,10 +214,18 @@ class TurnLane(_Around):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         inner, names = self.inner, self._names
         inner.step(action)
-        infos = {key: np.array([inner.infos.get(agent, {}).get(key, 0) for agent in names]) for key in self._keys}
+        infos = {key: _of_agents(key, names, inner.infos) for key in self._keys}
         infos[REWARD] = reward = np.array([inner.rewards.get(agent, 0.0) for agent in names], np.float32)
         ends = self._ends(inner.terminations, inner.truncations)
         over: Any = self._over.any(0)
         while not any(ends) and over[names.index(inner.agent_selection)]:
             inner.step(None)  # removes an agent that has ended
         return self._observed(), float(reward.sum()), *ends, {agents.TURNS: infos}
+
+
+def _of_agents(key: str, names: Sequence[str], infos: Mapping[str, Mapping[str, Any]]) -> Any:
+    """An info of these agents as one array, with zeros for those that lack it; EnvError if nobody has it."""
+    known = [info[key] for info in infos.values() if key in info]
+    if not known:
+        raise no_info_key(0, key, next(iter(infos.values()), {}))
+    return np.array([infos.get(name, {}).get(key, np.zeros_like(known[0])) for name in names])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import optree
 import torch
 from torch import Tensor
@@ -15,18 +13,18 @@ from typing_extensions import override
 
 from funcollect.arguments import check_keys, check_kind
 from funcollect.errors import PolicyError
-from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memo import memo_of
 from funcollect.keys import Key, Noise
-from funcollect.policies.base import PolicyBase, check_policy, device_of, lane_mask, select_program
+from funcollect.policies.base import PolicyBase, check_policy, device_of, select_program
 from funcollect.policies.checks import check_action
+from funcollect.policies.group_actor import GroupActor, joined
 from funcollect.policies.jax_functions.jax_policy import FunctionPolicy, check_sees_all
 from funcollect.policies.numerics import of_kind
 from funcollect.policies.population import LaneIds, Population
 from funcollect.policies.torch_modules.torch_backed import TorchPolicyState, apart
 from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, Policy
-from funcollect.specs import ActionSpec, ExplorationType, GroupedSpec
-from funcollect.tree import NAMESPACE, moved, select
+from funcollect.specs import PRESENT, ActionSpec, ExplorationType, GroupedSpec
+from funcollect.tree import NAMESPACE, moved, select, there
 
 
 def by_group(policies: Mapping[str, Policy], *, together: Sequence[str] = ()) -> GroupPolicy:
@@ -168,23 +166,17 @@ class GroupPolicy(PolicyBase):
 
     def places(self, spec: Any) -> dict[str, list[int]]:
         """For each group with noise, the indices of its numbers in the noise of a step: by agent, in its order."""
-        noises = self._noises(spec)
-        widths: dict[str, int] = {}
-        for name, noise in noises.items():
+        places: dict[str, list[int]] = {}
+        for name, noise in self._noises(spec).items():
             if noise is not None and noise.kind in ("key", "keys"):
                 raise PolicyError(
                     f"the policy of the group {name!r} takes keys of JAX, expected noise of a head: give it a head"
                 )
-            agents = spec.groups[name].names[: 1 if name in self.together else None]
-            widths |= dict.fromkeys(agents, noise.words if noise else 0)
-        ends = np.cumsum([widths.get(agent, 0) for agent in spec.order])
-        first = {agent: int(end) - widths.get(agent, 0) for agent, end in zip(spec.order, ends, strict=True)}
-        drawn = {name: [agent for agent in spec.groups[name].names if agent in widths] for name in noises}
-        return {
-            name: [first[agent] + word for agent in drawn[name] for word in range(noise.words)]
-            for name, noise in noises.items()
-            if noise is not None
-        }
+            if noise is not None:  # an agent's numbers do not depend on how many the others need
+                drawn = spec.groups[name].names[: 1 if name in self.together else None]
+                first = [spec.order.index(agent) for agent in drawn]
+                places[name] = [agent + word * len(spec.order) for agent in first for word in range(noise.words)]
+        return places
 
     @override
     def init(self, key: Key, num_envs: int, /) -> Any:
@@ -250,14 +242,22 @@ class GroupPolicy(PolicyBase):
             actions.append(found["action"].reshape(num_envs, -1))
             outputs |= {f"{name}.{key}": part.by_agent(leaf, num_envs) for key, leaf in found.items()}
             del outputs[f"{name}.action"]
-        return after, {"action": _joined(actions, spec), **outputs}
+        return after, {"action": joined(actions, spec), **outputs}
 
     def parts(self, spec: GroupedSpec) -> dict[str, _Part]:
         """The part of each group, in the order in which actions are joined."""
         noises, places = self._noises(spec), self.places(spec)
         agents = {name: 0 if name in self.together else group.n for name, group in spec.groups.items()}
         return {
-            name: _Part(name, self.policies[name], self.spec_of(name, spec), n, noises[name], places.get(name, []))
+            name: _Part(
+                name,
+                self.policies[name],
+                self.spec_of(name, spec),
+                n,
+                spec.groups[name].comes_and_goes,
+                noises[name],
+                places.get(name, []),
+            )
             for name, n in agents.items()
         }
 
@@ -269,12 +269,17 @@ class _Part(NamedTuple):
     policy: Policy
     spec: ActionSpec
     n: int  # the number of agents, each of which has a row; 0 if they act together
+    comes_and_goes: bool
     kind: Noise | None
     places: Sequence[int]  # the indices of its noise in that of all groups
 
     def rows(self, observation: Any) -> Any:
-        """The observations [P * n, ...] of its agents, views of [P, n, ...]; the latter if they act together."""
+        """The observations [P * n, ...] of its agents, or [P, n, ...] if they act together; absent ones have zeros."""
         observed = observation[self.name]["observation"]
+        return self.flat(there(observed, observation[self.name][PRESENT]) if self.comes_and_goes else observed)
+
+    def flat(self, observed: Any) -> Any:
+        """A view of observations [P, n, ...] as its policy reads them."""
         if not self.n:
             return observed
         return optree.tree_map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), observed, namespace=NAMESPACE)
@@ -315,80 +320,3 @@ def select_state(policy: Policy, mask: Any, chosen: Any, other: Any) -> Any:
     device = next((device for device in map(device_of, states) if device.type != "cpu"), torch.device("cpu"))
     recurrent, carried = select(mask.to(device), *moved(states, device))
     return other._replace(recurrent=recurrent, carried=carried)
-
-
-def _joined(actions: Sequence[Any], spec: ActionSpec) -> Any:
-    """The actions [..., A] of all groups as one array."""
-    if all(isinstance(action, np.ndarray) for action in actions):
-        return np.concatenate(actions, -1)
-    if any(isinstance(action, Tensor) for action in actions):
-        tensors = (one if isinstance(one, Tensor) else torch.from_numpy(np.array(one)) for one in actions)
-        return torch.cat([tensor.to(spec.dtype) for tensor in tensors], -1)
-    return import_jax().numpy.concatenate(actions, -1)
-
-
-class PartsActor(Actor):
-    """Base class of actors that call the actors of several policies, `_actors` by name."""
-
-    def __init__(self, policy: Any, inputs: ActorInputs) -> None:
-        self._policy = policy
-        self._actors = {name: self._actor_of(name, part) for name, part in self._begin(inputs).items()}
-
-    def _begin(self, inputs: ActorInputs) -> dict[str, ActorInputs]:
-        """Begin a rollout; return the inputs of each actor."""
-        raise NotImplementedError
-
-    def _actor_of(self, name: str, inputs: ActorInputs) -> Actor:
-        return self._policy.policies[name].actor(inputs)  # type: ignore[no-any-return]
-
-    @override
-    def again(self, inputs: ActorInputs, /) -> bool:
-        by_name = self._begin(inputs)
-        return all(actor.again(by_name[name]) for name, actor in self._actors.items())
-
-    @override
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for actor in self._actors.values():
-                stack.enter_context(actor.running())
-            yield
-
-
-class GroupActor(PartsActor):
-    """The actors of all groups, which read views of the loop's observations."""
-
-    def __init__(self, policy: GroupPolicy, inputs: ActorInputs) -> None:
-        self._parts = policy.parts(inputs.spec)  # type: ignore[arg-type]
-        super().__init__(policy, inputs)
-
-    @override
-    def _begin(self, inputs: ActorInputs) -> dict[str, ActorInputs]:
-        self._inputs = inputs
-        return {name: self._of_group(part, inputs) for name, part in self._parts.items()}
-
-    def _of_group(self, part: _Part, inputs: ActorInputs) -> ActorInputs:
-        rows, noise = part.rows(inputs.observation), part.noise(inputs.noise)
-        of_group: ActorInputs = self._policy.inputs_of(part.name, inputs, rows, noise)
-        return of_group._replace(spec=part.spec, num_envs=inputs.num_envs * max(part.n, 1), single=False)
-
-    @override
-    def act(self, t: int) -> Any:
-        rows = self._inputs.num_envs
-        return _joined([actor.act(t).reshape(rows, -1) for actor in self._actors.values()], self._inputs.spec)
-
-    @override
-    def restart(self, lanes: Sequence[int] | Tensor) -> None:
-        mask = lane_mask(lanes, self._inputs.num_envs)
-        for name, part in self._parts.items():
-            self._actors[name].restart(mask.repeat_interleave(part.n) if part.n else mask)
-
-    @override
-    def finish(self) -> tuple[Any, Columns]:
-        states, columns, actions = {}, Columns(), []
-        lead, num_envs = (self._inputs.length,), self._inputs.num_envs
-        for name, part in self._parts.items():
-            states[name], outputs = self._actors[name].finish()
-            actions.append(outputs.pop(("action",)).reshape(*lead, num_envs, -1))
-            columns |= {(name, *path): part.by_agent(column, num_envs, lead) for path, column in outputs.items()}
-        return states, {("action",): _joined(actions, self._inputs.spec), **columns}

@@ -16,7 +16,8 @@ from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import Noise
 from funcollect.policies.base import PolicyBase, check_policy, device_of, lane_mask
-from funcollect.policies.by_group import GroupPolicy, PartsActor, select_state
+from funcollect.policies.by_group import GroupPolicy, select_state
+from funcollect.policies.group_actor import PartsActor
 from funcollect.policies.jax_functions.jax_policy import check_sees_all
 from funcollect.policies.numerics import of_kind
 from funcollect.policies.random_policy import RandomPolicy

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcollect.envs.agents import REWARD, there
+from funcollect.envs.agents import REWARD
 from funcollect.specs import PRESENT, Group, Leaf
 from funcollect.testing.trials import NotApplicableError, Trial, expect_rows, mended_by
+from funcollect.tree import there
 
 
 def _groups_of(trial: Trial) -> Mapping[str, Group]:

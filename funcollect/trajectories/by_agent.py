@@ -8,7 +8,7 @@ from torch import Tensor
 
 from funcollect.arguments import check_kind
 from funcollect.messages import shown
-from funcollect.specs import PLAYER
+from funcollect.specs import PLAYER, PRESENT
 from funcollect.trajectories import split
 from funcollect.trajectories.next_observations import next_observations
 from funcollect.tree import Path, flatten, to_batch
@@ -22,6 +22,8 @@ def agents_as_rows(batch: TensorDictBase, group: str) -> TensorDict:
     `evaluate_actions` with the policy of the group take it. An agent that has left stays finished: ``done`` is True at
     the root from then on, and such frames are ignored. An agent that is there when its lane's episode ends is
     truncated. Each agent has trajectory ids and a lane of its own; shared leaves, such as ``state``, are repeated.
+    Frames without the agent count as those of one that has left. Steps count from the beginning of the lane's episode,
+    so the episode of an agent that comes later, or comes back, lacks frames, and `episode_stats` leaves it out.
 
     Leaves are views, except for ids, lanes and flags. Raises ValueError for a batch without that group, and for
     sums of rewards.
@@ -49,13 +51,20 @@ def agents_as_rows(batch: TensorDictBase, group: str) -> TensorDict:
 
     leaves: dict[Path, Tensor] = {}
     for lead, node in (((), batch), (("next",), batch["next"])):
-        of_group = {path: leaf.transpose(time, time + 1) for path, leaf in flatten(node[group]).items()}
+        of_group = {
+            # Agents that act together have one log-probability.
+            path: leaf.transpose(time, time + 1) if leaf.shape[batch.ndim : batch.ndim + 1] == (n,) else shared(leaf)
+            for path, leaf in flatten(node[group]).items()
+        }
         rest = {(key,): shared(leaf) for key, leaf in node.items() if isinstance(leaf, Tensor) and key != "reward"}
         leaves |= {(*lead, *path): leaf for path, leaf in (rest | of_group).items()}
     agent = torch.arange(n, device=batch.device).view(n, 1)
     for path, leaf in flatten(batch["collector"], ("collector",)).items():
         path = (*path[:-1], path[-1].removeprefix(f"{group}."))  # of the group's exploration values
         leaves[path] = shared(leaf) * n + agent if path[1:] in (("traj_ids",), ("lane",)) else shared(leaf)
+    if (PRESENT,) in leaves:  # an agent that is not there counts as finished
+        absent = ~leaves[PRESENT,][..., None]
+        leaves["truncated",], leaves["done",] = (leaves[name,] | absent for name in ("truncated", "done"))
     cut = shared(batch["next", "done"]) & ~leaves["next", "done"]
     if split.CUT in leaves:  # of agents that would go on
         leaves[split.CUT] = leaves[split.CUT] & cut[..., 0]

@@ -152,8 +152,107 @@ def test_log_probabilities_are_those_of_each_agent(kind):
         wanted = torch.distributions.Categorical(logits=network(batch["ant", "observation"])).log_prob(
             batch["ant", "action"]
         )
-    present = batch["ant", "mask"].all(-1) if kind == "together" else batch["ant", "mask"]
+    present = batch["ant", "mask"].any(-1) if kind == "together" else batch["ant", "mask"]
     torch.testing.assert_close(batch["ant", "action_log_prob"][present], wanted[present])
+    if kind == "together":
+        assert not batch["ant", "mask"][present].all()
+        scored = fc.evaluate_actions(policy.policies["ant"], None, batch["ant"])["action_log_prob"]
+        torch.testing.assert_close(scored, batch["ant", "action_log_prob"])
+        assert torch.equal(fc.agents_as_rows(batch, "ant")["action_log_prob"][:, 1], batch["ant", "action_log_prob"])
+
+
+@pytest.mark.parametrize("other", [fc.heads.greedy, fc.heads.epsilon_greedy(0.5)])
+def test_noise_of_a_group_does_not_depend_on_the_heads_of_others(other):
+    for together in ([], ["ant"]):
+        batches = []
+        for head in (fc.heads.categorical, other):
+            ants = nn.Sequential(nn.Flatten(), mlp(4, 6)) if together else mlp(2, 3)
+            own = {
+                "ant": fc.torch_policy(ants, head=fc.heads.categorical),
+                "bee": fc.torch_policy(mlp(3, 3), head=head),
+            }
+            batches.append(collect(made(), fc.by_group(own, together=together), 15, seed=4))
+        assert torch.equal(*(batch["ant", "action"] for batch in batches))
+
+
+@pytest.mark.parametrize("name", ["torch", "jax", "players"])
+def test_a_policy_that_takes_anothers_place_acts_at_once(name):
+    if name == "players":
+        env = fc.make_env("pettingzoo/classic/tictactoe_v3", num_envs=3)
+        sizes = int(np.prod(env.observation_space["observation"].shape))
+        members = [fc.torch_policy(Board(sizes, seed), head=fc.heads.greedy) for seed in range(3)]
+        policy, key = fc.by_player(members[:2]), "1"
+    else:
+        env, policy, key = made(), POLICIES[name](made()), "ant"
+        members = [None, None, POLICIES[name](made()).policies["ant"]]
+        if name == "torch":
+            members[2] = fc.torch_policy(mlp(2, 3, seed=9), head=fc.heads.categorical)
+        else:
+            members[2].params = members[2].params + 3.0
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    policy.policies[key] = members[2]
+    copied = fc.fork(env, state)
+    assert_same(fc.rollout(env, policy, state, 4)[1], fc.rollout(env, policy, copied, 4)[1])
+
+
+class Board(nn.Module):
+    def __init__(self, size, seed):
+        super().__init__()
+        self.scores = mlp(size, 9, seed=seed)
+
+    def forward(self, seen):
+        return self.scores(seen["observation"].flatten(1).float()).masked_fill(seen["action_mask"] == 0, -1e9)
+
+
+class Coming(Leaving):
+    """Agents come late, leave without a flag, are never there, or come back, by the times in which they are there."""
+
+    def __init__(self, times):
+        super().__init__([*times], [2] * len(times))
+        self.times = times
+
+    def reset(self, seed=None, options=None):
+        self.time, self.ends = 0, dict.fromkeys(self.times, 0)
+        self.agents = self.those()
+        return self.seen(self.times), {name: {} for name in self.agents}
+
+    def those(self):
+        return [name for name, times in self.times.items() if self.time in times]
+
+    def step(self, actions):
+        assert set(actions) == set(self.agents)
+        self.time += 1
+        before, self.agents = self.agents, self.those()
+        over = {name: name not in self.agents and name[0] == "a" for name in before}  # the others leave without a flag
+        infos = {name: {"pair": np.full(2, self.time)} for name in before}
+        reward = dict.fromkeys(before, 1.0)
+        return self.seen(self.times), reward, over, dict.fromkeys(before, False), infos
+
+
+def test_agents_that_come_late_leave_without_a_flag_or_are_never_there():
+    times = {"a_0": range(7), "a_1": (), "a_2": range(2, 5), "b_0": range(3), "b_1": (0, 1, 4, 5)}
+    env = fc.envs.from_pettingzoo(partial(Coming, times), num_envs=2, info_keys=["pair"])
+    batch = collect(env, fc.random_policy(env), 16, seed=0)
+    ended = batch["next", "done"][..., 0]
+    assert ended.nonzero()[:, 1].tolist() == [6, 13] * 2  # with the last agent
+    assert not batch["next", "terminated"].any()  # since some agents left without a flag
+    for group, names in (("a", ("a_0", "a_1", "a_2")), ("b", ("b_0", "b_1"))):
+        rows = fc.agents_as_rows(batch, group)
+        for row, name in enumerate(names):
+            there = torch.tensor([t % 7 in times[name] for t in range(16)])
+            own = rows[:, row]
+            assert torch.equal(own["mask"], there.expand(2, 16))
+            after = torch.tensor([t % 7 in times[name] or (t % 7 + 1) % 7 in times[name] for t in range(16)])
+            assert (own["observation"].any(-1) <= own["mask"]).all()
+            assert (own["next", "observation"].any(-1) <= after).all()
+            assert torch.equal(own["next", "info", "pair"][..., 0] > 0, own["mask"])
+            ends = torch.tensor([t % 7 in times[name] and (t % 7 + 1 not in times[name]) for t in range(16)])
+            assert torch.equal((own["next", "done"] & ~own["done"])[..., 0], ends.expand(2, 16))
+            if name in ("a_0", "a_1", "b_0"):  # the others do not begin with their lane's episode
+                assert fc.episode_stats(own).lengths.tolist() == {"a_0": [7] * 4, "a_1": [], "b_0": [3] * 4}[name]
+    env = fc.envs.from_pettingzoo(partial(Coming, times), num_envs=2, info_keys=["pairs"])
+    with pytest.raises(fc.EnvError, match="no info key 'pairs'"):
+        collect(env, fc.random_policy(env), 3, seed=0)
 
 
 def test_noise_belongs_to_an_agent_whichever_group_it_is_in():

@@ -22,6 +22,7 @@ from funcollect.core.state import CollectorState
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memory import reads_together
 from funcollect.keys import draw_ahead, random_words
+from funcollect.policies.base import policies_of
 from funcollect.policies.by_group import GroupPolicy
 from funcollect.policies.numerics import TORCH
 from funcollect.policies.random_policy import RandomStart
@@ -131,6 +132,7 @@ class Opened(OpenFor):
         self._clock, self._stepper, self._noise = CLOCK.get(), stepper, NoiseAhead(stepper, draw)
         self._inputs = inputs_of(stepper, self._noise(stepper.state))
         self._remembers = stepper.policy.remembers(stepper.state.policy_state)
+        self._members = policies_of(stepper.policy)
         self._actor = actor = open_actor(stepper, self._inputs)
         self._policy_calls = timed("policy", actor.act), timed("policy", actor.restart)
         self._make_steps, self._finish = timed("steps", stepper.make_steps), timed("finish", actor.finish)
@@ -139,7 +141,7 @@ class Opened(OpenFor):
     def rollout(self, env: Env, policy: Policy, state: CollectorState, request: Request) -> Rollout | None:
         """Make a rollout from a state; None if another loop has to be opened for it, such as for another pair."""
         stepper, inputs, ready = self._stepper, self._inputs, False
-        same_pair = stepper.env is env and stepper.policy is policy
+        same_pair = stepper.env is env and stepper.policy is policy and policies_of(policy) == self._members
         same_lanes = stepper.key is state.key and stepper.lane is state.lane and stepper.total == state.total_lanes
         same_form = stepper.request.like(request) and type(state.policy_state) is type(inputs.policy_state)
         if not (same_pair and same_lanes and same_form) or CLOCK.get() is not self._clock:

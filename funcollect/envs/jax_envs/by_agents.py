@@ -15,6 +15,7 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import dtypes_and_shapes, form
 from funcollect.protocols import Transition
 from funcollect.specs import PRESENT, Group, GroupedSpec, Space
+from funcollect.tree import there
 
 ByGroup = Mapping[str, Any]  # by group, [n, ...]
 
@@ -88,7 +89,7 @@ def lane_of(
             if group.comes_and_goes:
                 absent = state.over[name].any(0)
                 ends[name] = over[name] = jnp.where(absent & ends[name].any(0), state.over[name], ends[name])
-                rows[name] = agents.there(rows[name], ~absent | ~ends[name].any(0))
+                rows[name] = there(rows[name], ~absent | ~ends[name].any(0))
                 reward = jnp.where(absent, 0, reward)
             total += reward.sum()
             of_group = {**after.info.get(name, {}), REWARD: reward}

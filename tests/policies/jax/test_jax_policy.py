@@ -220,7 +220,7 @@ def test_a_variable_that_was_set_since_it_was_compiled_is_named(name, monkeypatc
     state, _ = fc.rollout(env, policy, state, 3)
     assert traces
     scale = 2.0
-    with pytest.raises(fc.PolicyError, match=r"refers to scale, set since.*pass changing values in params"):
+    with pytest.raises(fc.PolicyError, match=r"reads scale, set since.*pass changing values in params"):
         fc.rollout(env, policy, state, 3)
     scale = 1.0
     state, _ = fc.rollout(env, policy, state, 3)
