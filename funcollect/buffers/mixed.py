@@ -110,7 +110,7 @@ class MixedBuffers:
                 buffer.update_priority(slots, values if len(values) == 1 else values[rows.to(values.device)], then)
 
     def update_tensordict_priority(self, data: TensorDictBase, written: Any = None) -> None:
-        """Set priorities from a sample of several instances of `TensorDictReplayBuffer`; see its method of this name."""
+        """Set priorities from a sample of `TensorDictReplayBuffer` instances; see its method of this name."""
         written = self.written_at(data["index"]) if written is None else written
         for number, buffer in enumerate(self.buffers):
             begin, then = self._begin[number], written and written[number]

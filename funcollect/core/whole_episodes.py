@@ -19,6 +19,7 @@ from funcollect.envs.host.host_env import statistics_of
 from funcollect.errors import EnvError, EvaluationError
 from funcollect.protocols import Env, Policy
 from funcollect.specs import ExplorationType
+from funcollect.trajectories.by_agent import agents_as_rows
 from funcollect.trajectories.split import split_trajectories
 from funcollect.trajectories.stats import EpisodeStats, episode_stats
 from funcollect.trajectories.whole_trajectories import PendingTrajectories, TrajectoryFormat
@@ -36,6 +37,7 @@ def evaluate(
     params: Any = None,
     max_frames: int = 10_000_000,
     exploration_type: ExplorationType = ExplorationType.DETERMINISTIC,
+    group: str | None = None,
 ) -> EpisodeStats:
     """Return the statistics of exactly `episodes` whole episodes, run on new simulators.
 
@@ -44,9 +46,11 @@ def evaluate(
     again from its seed, begins with another observation: the environment then keeps something between episodes.
 
     An instance that a state uses is rebuilt from its spec. The same `seed` gives the same statistics; None draws one.
-    `params` are those of `rollout`.
+    `params` are those of `rollout`. With several agents, returns are sums over all of them; those of the agents of a
+    `group` are the statistics of `agents_as_rows`, in which agent i of n is lane ``lane * n + i``.
 
     Raises:
+        ValueError: for a `group` that the environment lacks.
         EvaluationError: if `max_frames` over all lanes are not enough, and for an environment whose wrappers normalise
             by running statistics (Gymnasium's `NormalizeObservation`, TorchRL's `VecNorm`), which new simulators lack.
         EnvError: if an environment raises, or a process of its lanes is lost.
@@ -66,7 +70,8 @@ def evaluate(
     lanes = torch.arange(state.num_lanes)
     quota = episodes // state.num_lanes + (lanes < episodes % state.num_lanes).long()
     parts: list[EpisodeStats] = []
-    finished = torch.zeros_like(quota)
+    of_group: list[EpisodeStats] = []
+    finished, counts = torch.zeros_like(quota), quota
     try:
         while bool((finished < quota).any()):
             if state.frames >= max_frames:
@@ -76,12 +81,16 @@ def evaluate(
             state, batch = rollout(env, policy, state, length, params=params, exploration_type=exploration_type)
             parts.append(episode_stats(batch, parts[-1] if parts else None))
             finished += torch.bincount(parts[-1].lanes, minlength=len(quota))
+            if group is not None:
+                rows = agents_as_rows(batch, group)
+                of_group.append(episode_stats(rows, of_group[-1] if of_group else None))
+                counts = quota.repeat_interleave(rows.shape[-2])
         if env.backend == "host" and env.seeding == "episode":
             _warn_if_kept(env, state, first)
     finally:
         close(state)
-    stats = EpisodeStats.concatenate(parts)
-    first_ones = [(stats.lanes == lane).nonzero()[:count, 0] for lane, count in enumerate(quota.tolist())]
+    stats = EpisodeStats.concatenate(of_group or parts)
+    first_ones = [(stats.lanes == lane).nonzero()[:count, 0] for lane, count in enumerate(counts.tolist())]
     return stats.select(torch.cat(first_ones))
 
 

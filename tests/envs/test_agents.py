@@ -337,6 +337,18 @@ def test_agents_as_lanes_of_their_own(done):
     torch.testing.assert_close(log_prob[present], rows["action_log_prob"][present])
 
 
+def test_an_evaluation_has_the_returns_of_each_agent():
+    env, policy = made(), POLICIES["torch"](made())
+    whole, *parts = (fc.evaluate(env, policy, episodes=7, seed=0, group=group) for group in (None, "ant", "bee"))
+    for lane in range(3):
+        (ants, bees), rows = parts, (2 * lane, 2 * lane + 1)
+        own = [*(ants.returns[ants.lanes == row] for row in rows), bees.returns[bees.lanes == lane]]
+        assert torch.equal(whole.returns[whole.lanes == lane], sum(own))
+    assert len({*parts[0].lengths.tolist()}) > 1
+    with pytest.raises(ValueError, match=r"group is 'cat', expected one of \['ant', 'bee'\]"):
+        fc.evaluate(env, policy, episodes=1, seed=0, group="cat")
+
+
 def test_rewards_of_groups_are_summed_by_agent():
     batch, sums = collect(made(), fc.random_policy(made()), 9, seed=6), fc.MultiStep(gamma=0.9, n_steps=3)
     with pytest.raises(ValueError, match=r"groups \['ant', 'bee'\], .*: call agents_as_rows"):
