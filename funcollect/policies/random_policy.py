@@ -169,7 +169,9 @@ def _masks_of_agents(observation: Any, spec: GroupedSpec) -> list[Any] | None:
     """The masks of all agents, group after group, with None for agents of groups without a mask."""
     masks: list[Any] = []
     for name, group in spec.groups.items():
-        of_group = action_mask(observation[name]["observation"], group.action_spec, 2)
+        node = observation[name]  # TorchRL's have the mask beside the observation
+        seen = node if "action_mask" in node else node["observation"]
+        of_group = action_mask(seen, group.action_spec, 2)
         masks += [*of_group[0].swapaxes(0, 1)] if of_group else [None] * (group.n * len(group.action_spec.categories))
     return None if all(mask is None for mask in masks) else masks
 

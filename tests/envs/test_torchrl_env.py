@@ -368,6 +368,17 @@ def tag(max_cycles=8, **kwargs):
         return PettingZooWrapper(simple_tag_v3.parallel_env(max_cycles=max_cycles), **kwargs)
 
 
+@pytest.mark.filterwarnings("ignore")  # about the version of PettingZoo
+def test_random_actions_follow_the_masks_of_groups():
+    """Which TorchRL has beside the observation; a move that is not allowed raises."""
+    from pettingzoo.classic import tictactoe_v3
+
+    env = fc.make_env(lambda: PettingZooWrapper(tictactoe_v3.raw_env(), use_mask=True, categorical_actions=True))
+    policy = fc.random_policy(env)
+    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 60)
+    assert batch["next", "done"].sum() > 5
+
+
 class Teams(envs.EnvBase):
     """Natively batched; two groups, of which one has two agents, and flags of the lanes alone."""
 
