@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.buffers import Bools, Ints
-from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
+from funcollect.trajectories.split import STEP, STEPS_AHEAD, TRAJECTORY_IDS
 from funcollect.tree import Path
 
 _NO_STARTS = ("next", "collector")  # nodes with flags of later frames, or not from the environment
@@ -20,12 +20,18 @@ def with_episodes(batch: TensorDict, first: Ints | slice, mask: Bools | None) ->
     """The rows that begin a slice, or an episode: by ids and steps, or by the end flag of the row before."""
     begins = np.zeros(len(batch), np.bool_)
     begins[first] = True
-    if (ids := batch.get(TRAJECTORY_IDS, None)) is not None:
+    ids, steps, done = (batch.get(path, None) for path in (TRAJECTORY_IDS, STEP, ("next", "done")))
+    if ids is not None:
         begins[1:] |= ids.reshape(-1).diff().numpy(force=True) != 0
-        if (steps := batch.get(STEP, None)) is not None:  # other runs may have the same ids
-            begins[1:] |= steps.reshape(-1).diff().numpy(force=True) != 1
-    elif (done := batch.get(("next", "done"), None)) is not None:
-        begins[1:] |= done[:-1].reshape(len(batch) - 1).numpy(force=True)
+    if steps is not None:  # other runs may have the same ids
+        begins[1:] |= steps.reshape(-1).diff().numpy(force=True) != 1
+    if ids is None and steps is None and done is not None:
+        ended = done.reshape(len(batch))
+        if (
+            ahead := batch.get(STEPS_AHEAD, None)
+        ) is not None:  # frames of `MultiStep` also have the flags of later ones
+            ended = ended & (ahead.reshape(-1) == 1)
+        begins[1:] |= ended[:-1].numpy(force=True)
     return np.flatnonzero(begins if mask is None else begins & mask)
 
 

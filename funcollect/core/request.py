@@ -16,7 +16,7 @@ from torch import Tensor
 from funcollect import arguments
 from funcollect.arguments import check_kind
 from funcollect.core.state import CollectorState, ReadOnlyDict, check_origin
-from funcollect.envs.base import observer_of
+from funcollect.envs.base import first_inputs, observer_of
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import kind_of, shown
@@ -313,7 +313,7 @@ def given_starts(env: Any, held: tuple[Any, Any], to: Any, call: Any, differing:
     _check_like(env, "environment states", differing(held[0], bare(env_states)))
     root = dict(seen) if isinstance(seen, ReadOnlyDict) else by_path(env, seen)
     _check_like(env, "observations", differing(held[1], root))
-    return bare(env_states), root
+    return bare(env_states), first_inputs(env, root)
 
 
 def _check_like(env: Any, what: str, difference: str) -> None:

@@ -70,9 +70,14 @@ def _check(env: Any, clip_actions: bool, clip_rewards: bool, inputs: Sequence[st
     check_keys("inputs", inputs, FIRST)
     for name in inputs:
         check_choice("inputs", name, INPUTS)
-    if clip_actions and not isinstance(env.action_space, spaces.Box):
-        what = f"clip_actions=True was given for {env}, whose action space is {env.action_space}"
-        raise ValueError(f"{what}, expected a Box: leave it out")
+    action = env.action_space
+    if clip_actions and not (isinstance(action, spaces.Box) and np.dtype(action.dtype).kind == "f"):
+        what = f"clip_actions=True was given for {env}, whose action space is {action}"
+        raise ValueError(f"{what}, expected a Box of floating numbers: leave it out")
+    grouped, in_turns = (isinstance(env.action_spec, kind) for kind in (GroupedSpec, TurnSpec))
+    if (inputs and grouped) or (PREVIOUS_REWARD in inputs and in_turns):
+        what = f"inputs are {list(inputs)} for {env}, which has {'actions and ' * grouped}rewards of several agents"
+        raise ValueError(f"{what}, expected those of one: leave them out")
     if clip_rewards and isinstance(env.action_spec, GroupedSpec | TurnSpec):
         what = f"clip_rewards=True was given for {env}, which has rewards of several agents"
         raise ValueError(f"{what}, expected those of one: leave it out, and take the signs of a batch's")
@@ -106,7 +111,10 @@ class _Between:
         return tuple(itertools.chain.from_iterable(leaves))
 
     def _space(self, name: str) -> Space:
-        known = {PREVIOUS_ACTION: self.env.action_space, PREVIOUS_REWARD: box((1,), np.float32), FIRST: box((1,), bool)}
+        action: Any = self.env.action_space
+        if isinstance(action, spaces.Box):  # the first one of an episode is 0
+            action = box(action.shape, np.dtype(action.dtype), np.minimum(action.low, 0), np.maximum(action.high, 0))
+        known = {PREVIOUS_ACTION: action, PREVIOUS_REWARD: box((1,), np.float32), FIRST: box((1,), bool)}
         return as_delivered(known[name]) if self.env.backend == "jax" else known[name]
 
     def observed(self) -> dict[str, Any]:
@@ -179,6 +187,14 @@ class _Between:
         xp = self._arrays(observation)
         inputs = {leaf.name: xp.zeros((*xp.lanes, *leaf.shape), leaf.dtype) for leaf in self.leaves()}
         return self._joined(observation, inputs | ({FIRST: ~inputs[FIRST]} if FIRST in inputs else {}))
+
+    def first(self, root: dict[Path, Any]) -> dict[Path, Any]:
+        """Observations by path, each [P, ...], with the inputs of the first step of an episode."""
+        for leaf in self.leaves():
+            value = root[leaf.path]
+            xp: Any = torch if isinstance(value, Tensor) else value.__array_namespace__()
+            root[leaf.path] = (xp.ones_like if leaf.name == FIRST else xp.zeros_like)(value)
+        return root
 
     def moved(self, transition: Transition, action: Any) -> Transition:
         """The changed transition; `action` is the one that the environment got."""

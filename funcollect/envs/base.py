@@ -30,6 +30,7 @@ from funcollect.errors import EnvError
 from funcollect.messages import form
 from funcollect.protocols import Backend, DeviceEnv, JaxEnv, TorchEnv, Transition
 from funcollect.specs import ActionSpec, Group, Leaf, Space, disassemble, observation_leaves
+from funcollect.tree import Path
 
 if TYPE_CHECKING:  # a cached property does not fit a protocol's property for pyright
     cached_property = property
@@ -114,6 +115,13 @@ def check_pure_functions(owner: str, reset: Any, step: Any, observe: Any = None)
     check_function(f"{owner}step", step, "a function of a key, the state, an action and the parameters", 4)
     if observe is not None:
         check_function(f"{owner}observation_of", observe, "a function of the state and the parameters", 2)
+
+
+def first_inputs(env: Any, root: dict[Path, Any]) -> dict[Path, Any]:
+    """Observations [P, ...] by path, with the `inputs` of `make_env` as at the first step of an episode."""
+    while (between := getattr(env, "between", None)) is not None:
+        root, env = between.first(root), between.env
+    return root
 
 
 def observer_of(env: object) -> Callable[[Any, Any], Any] | None:

@@ -98,9 +98,13 @@ class GroupPolicy(PolicyBase):
         return observation
 
     def of_group(self, name: str, exploration: Exploration) -> Exploration:
-        """How the policy of a group explores."""
-        prefix, values = f"{name}.", exploration.values.items()
-        return exploration._replace(values={k.removeprefix(prefix): v for k, v in values if k.startswith(prefix)})
+        """How the policy of a group explores; a value for each lane [P] becomes one for each of its rows [P * n]."""
+        prefix, n = f"{name}.", self.rows_in_lane(name)
+        own = {key.removeprefix(prefix): value for key, value in exploration.values.items() if key.startswith(prefix)}
+        for key, value in own.items():
+            if n > 1 and not isinstance(value, float) and value.ndim:
+                own[key] = value.repeat_interleave(n) if isinstance(value, Tensor) else value.repeat(n)
+        return exploration._replace(values=own)
 
     @override
     def prepare(self, params: Any, /) -> Any:

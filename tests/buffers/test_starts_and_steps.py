@@ -31,6 +31,18 @@ SAMPLERS = {
 }
 
 
+@pytest.mark.parametrize("returns", [{}, {"n_steps": 3, "gamma": 0.9}])
+@pytest.mark.parametrize("left_out", [[], ["traj_ids"], ["traj_ids", "step"]])
+def test_episodes_within_a_slice_begin_where_they_do_whatever_is_stored(returns, left_out):
+    batch = batch_of([frames_of(0, [4, 7, 5])])
+    batch["next", "reward"] = torch.ones(*batch.shape, 1)
+    starts = batch["collector", "step"][0] == 0
+    sampler = fc.SliceSampler(slice_len=16, across_episodes=True, **returns)
+    stored = batch.exclude(*(("collector", name) for name in left_out))
+    sample = filled(stored, fc.LazyTensorStorage(16, ndim=2), sampler, batch_size=16).sample()
+    assert torch.equal(sample[IS_FIRST], starts)
+
+
 def episodes():
     """Two lanes of episodes; ``is_init`` is True where they begin, as TorchRL's InitTracker sets it."""
     batch = stacked([frames_of(lane, [7, 12, 6]) for lane in range(2)], torch.Generator().manual_seed(0))

@@ -301,6 +301,25 @@ def test_a_group_that_explores_is_scored():
         torch.testing.assert_close(fc.evaluate_actions(part, None, rows)["action_log_prob"], rows["action_log_prob"])
 
 
+@pytest.mark.parametrize("kind", ["torch", "jax"])
+def test_each_lane_of_a_group_explores_by_its_own_value(kind):
+    env, head = made(), fc.heads.epsilon_greedy(0.5)
+    net = mlp(2, 3)
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3)))
+    ant = fc.torch_policy(net, head=head) if kind == "torch" else fc.jax_policy(jnp_scores, weights, head=head)
+    policy = fc.by_group({"ant": ant, "bee": fc.torch_policy(mlp(3, 3), head=fc.heads.categorical)})
+    given = {"ant.epsilon": torch.tensor([0.0, 1.0, 0.0])}
+    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 60, exploration=given)
+    seen = batch["ant", "observation"]
+    best = (net(seen) if kind == "torch" else torch.from_numpy(np.array(jnp_scores(weights, seen.numpy())))).argmax(-1)
+    greedy = (batch["ant", "action"] == best) | ~batch["ant", "mask"]
+    assert greedy.all(-1).all(-1).tolist() == [True, False, True]
+
+
+def jnp_scores(weights, observation):
+    return jnp.asarray(observation) @ weights
+
+
 @pytest.mark.parametrize("done", ["all", "any"])
 def test_agents_as_lanes_of_their_own(done):
     """Advantages, statistics and log-probabilities of a group are those of each agent alone."""

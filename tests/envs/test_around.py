@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -173,8 +174,47 @@ def test_a_recurrent_policy_reads_its_executed_actions():
         assert torch.allclose(again, batch["action_log_prob"], atol=1e-5)
 
 
+class Above(gymnasium.Env):
+    """Its actions are never 0."""
+
+    observation_space, action_space = spaces.Box(-1, 1, (3,)), spaces.Box(1, 2, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left = 5
+        return self.seen(), {}
+
+    def seen(self):
+        return self.np_random.uniform(-1, 1, 3).astype(np.float32)
+
+    def step(self, action):
+        self.left -= 1
+        return self.seen(), 1.0, self.left == 0, False, {}
+
+
+class Whole(Above):
+    action_space = spaces.Box(0, 5, (2,), np.int64)
+
+
+def test_the_first_previous_action_lies_in_its_space():
+    fc.testing.check_env(fc.make_env(Above, num_envs=2, inputs=["prev_action"]), steps=20)
+
+
+@pytest.mark.parametrize("name", ["torch/Pendulum-v1", "gymnax/CartPole-v1"])
+def test_episodes_that_go_on_from_given_states_begin_with_the_first_inputs(name):
+    env, policy, state = fresh(name, steps=5, num_envs=3, inputs=["is_first", "prev_reward"])
+    mask = torch.tensor([True, False, True])
+    state = fc.reset(env, state, mask, to=(state.env_state, state.observation))
+    _, batch = fc.rollout(env, policy, state, 1)
+    assert torch.equal(batch["is_first"][:, 0, 0], mask)
+    assert torch.equal(batch["prev_reward"][:, 0, 0] == 0, mask)
+
+
 @pytest.mark.parametrize(("env", "given", "message"), [
-    ("CartPole-v1", {"clip_actions": True}, "clip_actions=True was given for .*expected a Box: leave it out"),
+    ("CartPole-v1", {"clip_actions": True}, "clip_actions=True was given for .*expected a Box of floating numbers"),
+    (Whole, {"clip_actions": True}, r"int64\), expected a Box of floating numbers: leave it out"),
+    ("pettingzoo/mpe/simple_tag_v3", {"inputs": ["is_first"]}, "which has actions and rewards of several agents"),
+    ("pettingzoo/classic/tictactoe_v3", {"inputs": ["prev_reward"]}, "which has rewards of several agents, expected"),
     ("CartPole-v1", {"inputs": ["reward"]}, "inputs must be one of .*prev_action.*but is 'reward'"),
     ("CartPole-v1", {"inputs": "is_first"}, "inputs is 'is_first', expected a list"),
     ("CartPole-v1", {"clip_rewards": 1}, "clip_rewards is 1, expected a bool"),
