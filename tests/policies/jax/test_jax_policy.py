@@ -225,7 +225,7 @@ def test_a_variable_that_was_set_since_it_was_compiled_is_named(name, monkeypatc
     scale = 1.0
     state, _ = fc.rollout(env, policy, state, 3)
     monkeypatch.setitem(globals(), "SCALE", 2.0)
-    with pytest.raises(fc.PolicyError, match=r"refers to SCALE, set since it was compiled, which has no effect"):
+    with pytest.raises(fc.PolicyError, match=r"reads SCALE, set since it was compiled, which has no effect"):
         fc.rollout(env, policy, state, 3)
 
 
