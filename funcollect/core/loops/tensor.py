@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import optree
@@ -110,8 +110,7 @@ def _forms_of(answer: Any) -> list[Any] | None:
     """What `_check_step` looks at; None for no transition."""
     if not isinstance(answer, Transition):
         return None
-    seen: Any = answer.observation, answer.reward, answer.terminated, answer.truncated
-    leaves: list[Any] = optree.tree_leaves(seen, namespace=NAMESPACE)
+    leaves = optree.tree_leaves(cast(Any, answer[1:5]), namespace=NAMESPACE)
     return [(getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves]
 
 
@@ -150,8 +149,7 @@ class TensorLanes(NamedTuple):
     def of(cls, state: CollectorState, keys: Any = None) -> TensorLanes:
         """The lanes of a state, with these keys to starts and to steps, or for None those that follow from its key."""
         if keys is None:
-            purposes = Purpose.RESET, Purpose.DYNAMICS
-            keys = [LaneKeys.of(state.key, purpose, state.lane, 0).keys for purpose in purposes]
+            keys = [LaneKeys.of(state.key, each, state.lane, 0).keys for each in (Purpose.RESET, Purpose.DYNAMICS)]
         fields = state.env_state, state.env_params, dict(state.observation), state.lane, state.episode, state.step
         return cls(*fields, state.terminated | state.truncated, state.steps_made, *keys)
 
@@ -323,11 +321,9 @@ def run_captured(env: TorchEnv, policy: Policy, state: CollectorState, request: 
                 rows = {path: column[0] for path, column in after.columns.items() if path not in _ENDS}
                 book = Book(rows, single=env.num_envs is None, request=request)
                 page = book.page(request.columns)
-                memory = [*page.columns, book.terminated, book.truncated]
                 recorded = [column.new_empty(request.length, *column.shape[1:]) for column in after.recorded]
-            torch._foreach_copy_(
-                [column[steps] for column in (*memory, *recorded)], [*after.columns.values(), *after.recorded]
-            )
+                memory = [*page.columns, book.terminated, book.truncated, *recorded]
+            torch._foreach_copy_([column[steps] for column in memory], [*after.columns.values(), *after.recorded])
             before = after.next
     with reads_together():
         counters, batch = deliver(state, request, book, page, actor.outputs_of(recorded))
