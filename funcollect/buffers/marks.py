@@ -26,10 +26,8 @@ def with_episodes(batch: TensorDict, first: Ints | slice, mask: Bools | None) ->
     if steps is not None:  # other runs may have the same ids
         begins[1:] |= steps.reshape(-1).diff().numpy(force=True) != 1
     if ids is None and steps is None and done is not None:
-        ended = done.reshape(len(batch))
-        if (
-            ahead := batch.get(STEPS_AHEAD, None)
-        ) is not None:  # frames of `MultiStep` also have the flags of later ones
+        ended, ahead = done.reshape(len(batch)), batch.get(STEPS_AHEAD, None)
+        if ahead is not None:  # frames of `MultiStep`, which have the flags of later ones
             ended = ended & (ahead.reshape(-1) == 1)
         begins[1:] |= ended[:-1].numpy(force=True)
     return np.flatnonzero(begins if mask is None else begins & mask)

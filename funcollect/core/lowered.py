@@ -116,7 +116,7 @@ def lowered_for(env: Env, policy: Policy, exploration_type: ExplorationType) -> 
     known: dict[Any, LoweredPolicy | LoweringError] = memo_of(policy).setdefault("lowered", {})
     in_tensordicts = isinstance(policy, TensorDictPolicy)  # other modules do not depend on the type: they do not sample
     acts = exploration_type if in_tensordicts else ExplorationType.RANDOM
-    # Objects by their ids, since the cached policy keeps them, and tensors by how often they were written, too.
+    # Objects by their ids, since what is cached keeps them, and tensors by how often they were written, too.
     start = [(id(leaf), getattr(leaf, "_version", 0)) for leaf in optree.tree_leaves(policy.initial_state)]
     cache_key = acts, _observed_form(env), policy.settings, id(policy.head), tuple(start)
     if cache_key not in known:
@@ -130,6 +130,7 @@ def lowered_for(env: Env, policy: Policy, exploration_type: ExplorationType) -> 
             known[cache_key] = LoweredPolicy(policy, rows, cache_key[0], single=in_tensordicts and env.num_envs is None)
         except LoweringError as error:
             known[cache_key] = error.with_traceback(None)
+            vars(error)["of"] = policy.head, policy.initial_state
     found = known[cache_key]
     if isinstance(found, LoweringError):
         raise found
