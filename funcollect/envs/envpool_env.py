@@ -13,9 +13,9 @@ import numpy.typing as npt
 from gymnasium import spaces
 from typing_extensions import override
 
-from funcollect.arguments import check_keys, check_not_given, check_num_envs, check_positive
+from funcollect.arguments import check_keys, check_not_given, check_num_envs, check_optional_positive, check_positive
 from funcollect.envs.base import box, import_extra, info_place
-from funcollect.envs.host.host_env import ONWARD, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
+from funcollect.envs.host.host_env import MOST_AHEAD, ONWARD, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
 from funcollect.envs.plain_spaces import map_parts
 from funcollect.errors import EnvError, NoResetError
 from funcollect.protocols import Outcome
@@ -37,7 +37,7 @@ def from_envpool(
     num_envs: int | None = None,
     num_threads: int = 1,
     batch_size: int | None = None,
-    max_carry: int = 1024,
+    max_carry: int | None = None,
     info_keys: Sequence[str] = (),
     dtype: npt.DTypeLike | None = None,
     one_hot: bool = False,
@@ -50,8 +50,9 @@ def from_envpool(
     an Atari game goes on after a lost life; a limit on frames and a reset within a life begin another game.
 
     With `batch_size`, a divisor of `num_envs`, the pool is asynchronous: the policy is called whenever so many lanes
-    have answered, and none waits, so that some run ahead of a rollout. At most `max_carry` rows of a lane open the next
-    batch, with the `policy_version` that made them; which ones depends on time, a lane's own data do not.
+    have answered, and none waits, so that some run ahead of a rollout. At most `max_carry` rows of a lane, 1024 by
+    default, open the next batch, with the `policy_version` that made them; which ones depends on time, a lane's own
+    data do not.
 
     `task_id` is one of `envpool.list_all_envs`, such as ``"Pong-v5"``, and `num_threads` step the lanes; the data do
     not depend on their number. `kwargs` are for `envpool.make_gymnasium`: `max_episode_steps`, and the task's own
@@ -68,12 +69,15 @@ def from_envpool(
         raise TypeError(f"task_id is {type(task_id).__name__}, expected its name: make_env('envpool/CartPole-v1')")
     check_keys("info_keys", info_keys, "x_position")
     check_num_envs(num_envs)
-    counts = {"num_threads": num_threads, "max_carry": max_carry}
-    for name, value in (counts if batch_size is None else counts | {"batch_size": batch_size}).items():
-        check_positive(name, value)
+    check_positive("num_threads", num_threads)
+    for name, value in ("batch_size", batch_size), ("max_carry", max_carry):
+        check_optional_positive(name, value)
     if (num_envs or 1) % (batch_size or 1):
         raise ValueError(f"batch_size is {batch_size}, expected a divisor of num_envs={num_envs or 1}: pass one")
     check_not_given("EnvPool here", kwargs, _OURS)
+    apart = batch_size not in (None, num_envs or 1)
+    if max_carry is not None and not apart:
+        raise ValueError(f"max_carry is {max_carry}, and these lanes never run ahead of a rollout: pass batch_size too")
     envpool = import_extra("envpool", "envpool", "envs")
     config = kwargs | {"num_envs": num_envs or 1, "num_threads": num_threads, "batch_size": batch_size or num_envs or 1}
     spec = _spec_of(envpool, task_id, config, info_keys)
@@ -87,8 +91,7 @@ def from_envpool(
         return pool
 
     lives = getattr(spec.config, "episodic_life", False)
-    apart = batch_size not in (None, num_envs)
-    opener = partial(AsynchronousLanes, batch_size or 1, max_carry) if apart else EnvPoolLanes
+    opener = partial(AsynchronousLanes, batch_size or 1, max_carry or MOST_AHEAD) if apart else EnvPoolLanes
     return SimulatedEnv(
         label=f"envpool/{task_id}",
         num_envs=num_envs,

@@ -310,3 +310,6 @@ def test_an_asynchronous_pool_refuses_what_it_cannot_do():
     fc.rollout(env, policy, state, 9)  # nothing was lost
     with pytest.raises(ValueError, match="batch_size is 4, expected a divisor of num_envs=6"):
         fc.make_env("envpool/CartPole-v1", num_envs=6, batch_size=4)
+    for size in (None, 6):
+        with pytest.raises(ValueError, match=r"max_carry is 9, .* never run ahead of a rollout: pass batch_size too"):
+            fc.make_env("envpool/CartPole-v1", num_envs=6, batch_size=size, max_carry=9)

@@ -50,7 +50,7 @@ def from_gymnasium(
     drop: Sequence[str] = (),
     text: int | None = None,
     autoreset_mode: str | AutoresetMode | None = None,
-    max_carry: int = 1024,
+    max_carry: int | None = None,
     **kwargs: Any,
 ) -> SimulatedEnv:
     """A host environment over Gymnasium's.
@@ -88,9 +88,9 @@ def from_gymnasium(
             EnvError, which names its length.
         autoreset_mode: how a `VectorEnv` that does not say so resets its lanes, ``"DISABLED"``, ``"NEXT_STEP"`` or
             ``"SAME_STEP"``, or Gymnasium's `AutoresetMode`; see the guide to many simulators.
-        max_carry: the most rows by which a lane of a `VectorEnv` may run ahead of a rollout, where a reset takes a step
-            of all lanes (``"NEXT_STEP"`` without masks). They open the next batch, with the `policy_version` that made
-            them.
+        max_carry: the most rows, 1024 by default, by which a lane of a `VectorEnv` may run ahead of a rollout, where a
+            reset takes a step of all lanes (``"NEXT_STEP"`` without masks). They open the next batch, with the
+            `policy_version` that made them.
         **kwargs: for `gymnasium.make`, or for the factory.
 
     Raises ValueError for an unknown id, a count that does not fit, an instance given twice, spaces that differ between
@@ -104,7 +104,7 @@ def from_gymnasium(
     refuse_removed(kwargs)
     arguments.check_keys("info_keys", info_keys, "x_position")
     arguments.check_flags(one_hot=one_hot, replayable=replayable)
-    arguments.check_positive("max_carry", max_carry)
+    arguments.check_optional_positive("max_carry", max_carry)
     first, build = (env.env, env.build) if isinstance(env, Made) else (env, None)
     workers, open_group, seeding, replayed, spec = None, None, None, True, None
     opener: Opener
@@ -119,8 +119,9 @@ def from_gymnasium(
         label = f"{type(env).__name__} of {env.spec.id}" if env.spec else type(env).__name__
         spaces = env.single_observation_space, env.single_action_space
     else:
-        if autoreset_mode is not None:
-            raise ValueError(f"autoreset_mode={autoreset_mode!r} is for a VectorEnv, got {env!r}: leave it out")
+        for name, value in ("autoreset_mode", autoreset_mode), ("max_carry", max_carry):
+            if value is not None:
+                raise ValueError(f"{name}={value!r} is for a VectorEnv, got {env!r}: leave it out")
         sources, num_envs = _sources_of(first, num_envs)
         workers = LaneWorkers.checked(
             len(sources), parallel=parallel, num_workers=num_workers, timeout=timeout, wait=wait, min_ready=min_ready

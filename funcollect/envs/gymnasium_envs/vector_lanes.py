@@ -33,7 +33,7 @@ _TO_DIE = 1.0  # seconds that a process may take to end after its pipe was close
 
 
 def over_vector(
-    vector: Any, build: Callable[[], Any] | None, mode: str | AutoresetMode | None, max_carry: int
+    vector: Any, build: Callable[[], Any] | None, mode: str | AutoresetMode | None, max_carry: int | None
 ) -> tuple[Opener, Seeding, bool]:
     """The opener over a vector environment, its seeding, and whether it can be replayed; ValueError for a bad mode."""
     declared, mode = autoreset_mode(vector), getattr(mode, "name", mode)  # Gymnasium's enum has these names
@@ -51,7 +51,10 @@ def over_vector(
         raise ValueError(f"{what}: pass it as autoreset_mode=, or the list of its functions")
     made = Made(vector, build or partial(rebuild, vector, mode))
     if mode == "NEXT_STEP" and not masked:
-        return partial(LateLanes, made, max_carry), "lane", False
+        return partial(LateLanes, made, max_carry or host_env.MOST_AHEAD), "lane", False
+    if max_carry is not None:
+        what = f"max_carry is {max_carry}, and {type(vector).__name__} lanes with {mode} never run ahead"
+        raise ValueError(f"{what}: leave it out")
     kind = SelfResettingLanes if mode == "SAME_STEP" else VectorLanes
     unseeded = mode == "SAME_STEP" or games  # its resets take no seed for each episode
     return partial(kind, made), "lane" if unseeded else "episode", not unseeded

@@ -30,6 +30,7 @@ Array = npt.NDArray[Any]
 Opener = Callable[["SimulatedEnv"], Simulators]  # makes the simulators of an adapted environment, once for each state
 OpenerOf = Callable[[int, int], Opener]  # the opener of the lanes ``first … end - 1``
 
+MOST_AHEAD = 1024  # rows by which a lane may run ahead of a rollout, if nothing else is said
 ONWARD = "correct that, or begin new episodes with funcollect.recover(env, state), as a collector does by itself"
 
 

@@ -312,6 +312,8 @@ def test_rows_that_another_policy_made_are_refused(first, then, says):
     (lambda: data(late(), limit=14), fc.EnvError, "a reset within an episode"),
     (lambda: data(late(), max_carry=0), ValueError, "max_carry is 0"),
     (lambda: data(late(), max_carry=1, steps=(300,)), fc.EnvError, "lane [0-4] is 1 steps ahead.*to make_env"),
+    (lambda: fc.make_env("CartPole-v1", max_carry=9), ValueError, "max_carry=9 is for a VectorEnv.*leave it out"),
+    (lambda: data(Plain(), autoreset_mode="SAME_STEP", max_carry=9), ValueError, "never run ahead: leave it out"),
     (lambda: compact(late()), fc.EnvError, "moves all lanes together.*leave compact_obs out"),
     (lambda: fc.make_env(Plain(), autoreset_mode="same"), ValueError, "autoreset_mode must be one of|is 'same'"),
     (lambda: fc.make_env("CartPole-v1", autoreset_mode="DISABLED"), ValueError, "is for a VectorEnv.*leave it out"),
