@@ -37,6 +37,7 @@ SIZES = {  # how many environments at once
     "brax/ant": (64,),
     "jumanji/Snake-v1": (64, 1024),
     "pgx/tic_tac_toe": (64, 1024, 4096),
+    "xminigrid/XLand-MiniGrid-R1-9x9": (256,),
     "jaxmarl/MPE_simple_spread_v3": (1024,),
 }
 
