@@ -128,7 +128,7 @@ class _Around(gymnasium.Env[Any, Any]):
 
     def _there(self) -> Any:
         """Which agents are there, [agents] bool."""
-        return np.array([name in self.inner.agents for name in self._names])
+        return np.array([name in self._agents for name in self._names])
 
     def _ends(self, terminations: Mapping[str, bool], truncations: Mapping[str, bool]) -> tuple[bool, bool]:
         """Record which agents have left; return whether the lane terminates, and whether it is truncated.
@@ -136,8 +136,8 @@ class _Around(gymnasium.Env[Any, Any]):
         An agent that leaves without a flag is truncated. One that comes back has not ended any more, and agents that
         have not been there yet in this episode do not count.
         """
-        same, self._agents = self.inner.agents == self._agents, [*self.inner.agents]
-        if same and self._agents and not any(terminations.values()) and not any(truncations.values()):
+        before, self._agents = self._agents, [*self.inner.agents]
+        if before == self._agents and self._agents and not any(terminations.values()) and not any(truncations.values()):
             return False, False
         flags = [[flags.get(name, False) for name in self._names] for flags in (terminations, truncations)]
         left, there = np.array(flags, bool), self._there()
@@ -171,7 +171,7 @@ class Lane(_Around):
 
     @override
     def _observed(self, observation: Any = None) -> dict[str, Any]:
-        acted, self._present = self._present, set(self.inner.agents)
+        acted, self._present = self._present, set(self._agents)
         shown, first, nodes = acted | self._present, 0, {}
         for name, group in self._groups.items():
             seen = [observation.get(agent) if agent in shown else None for agent in group.names]

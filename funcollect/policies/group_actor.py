@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from funcollect.specs import PRESENT, ActionSpec
 
 def joined(actions: Sequence[Any], spec: ActionSpec) -> Any:
     """The actions [..., A] of all groups as one array."""
+    if len(actions) == 1:
+        return actions[0].to(spec.dtype) if isinstance(actions[0], Tensor) else actions[0]
     if all(isinstance(action, np.ndarray) for action in actions):
         return np.concatenate(actions, -1)
     if any(isinstance(action, Tensor) for action in actions):
@@ -30,6 +33,14 @@ def joined(actions: Sequence[Any], spec: ActionSpec) -> Any:
 
 def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf.copy()
+
+
+def _zeros_for(observed: Any, own: Any, mask: Any) -> Callable[[], Any]:
+    """A function that copies observations [P, n, ...] to `own`, with zeros where the mask [P, n] is False."""
+    mask = mask.reshape(*mask.shape, *[1] * (observed.ndim - mask.ndim))  # a view
+    if not isinstance(own, Tensor):
+        return lambda: np.copyto(own, np.where(mask, observed, np.zeros((), own.dtype)))
+    return partial(torch.where, mask, observed, torch.zeros((), dtype=own.dtype, device=own.device), out=own)
 
 
 class PartsActor(Actor):
@@ -66,13 +77,13 @@ class GroupActor(PartsActor):
     def __init__(self, policy: Any, inputs: ActorInputs) -> None:
         self._parts = policy.parts(inputs.spec)
         self._rows: dict[str, Any] = {}  # what each policy reads: the same memory at all steps
-        self._masked: list[tuple[Any, Any, Any]] = []  # leaves of the loop's, the policy's with zeros, and the mask
+        self._masked: list[Callable[[], Any]] = []
         for name, part in self._parts.items():
             observed = inputs.observation[name]["observation"]
             if part.comes_and_goes:
                 own = optree.tree_map(_copied, observed)
                 mask, trees = inputs.observation[name][PRESENT], (observed, own)
-                self._masked += ((*pair, mask) for pair in zip(*map(optree.tree_leaves, trees), strict=True))
+                self._masked += (_zeros_for(*pair, mask) for pair in zip(*map(optree.tree_leaves, trees), strict=True))
                 observed = own
             self._rows[name] = part.flat(observed)
         super().__init__(policy, inputs)
@@ -89,9 +100,8 @@ class GroupActor(PartsActor):
 
     @override
     def act(self, t: int) -> Any:
-        for observed, own, mask in self._masked:
-            own[...] = observed
-            own[~mask] = 0
+        for copy_with_zeros in self._masked:
+            copy_with_zeros()
         rows = self._inputs.num_envs
         return joined([actor.act(t).reshape(rows, -1) for actor in self._actors.values()], self._inputs.spec)
 

@@ -224,6 +224,8 @@ def _copied(value: Any) -> Any:
     """A copy of a value that may change later; the value itself if it cannot be copied, and so is no number anyway."""
     if value.__class__ in _FIXED:
         return value
+    if value.__class__ is np.ndarray and not value.dtype.hasobject:
+        return value.copy()
     try:
         return deepcopy(value)
     except Exception:
