@@ -142,9 +142,11 @@ class RandomStart:
 
 def put_random(columns: Columns, drawn: Columns, rows: Any) -> None:
     """Replace `rows` of a policy's outputs by those that belong to random actions, as far as the policy has them."""
-    for path in columns.keys() & drawn.keys():
-        column, value = columns[path], drawn[path]
-        column[rows] = (in_shares(value, column.shape) if path[-1] == "action_log_prob" else value)[rows]
+    action = columns["action",]
+    nodes = {path[:-1] for path, column in columns.items() if column is action}  # of a nested action, too
+    for path, column in columns.items():
+        if (value := drawn.get(path, drawn.get(path[-1:]) if path[:-1] in nodes else None)) is not None:
+            column[rows] = (in_shares(value, column.shape) if path[-1] == "action_log_prob" else value)[rows]
 
 
 def _draw(spec: ActionSpec, uniform: Tensor, observation: Any) -> tuple[Tensor, Tensor]:

@@ -183,13 +183,15 @@ class LoweredPolicy(FunctionPolicy):
         finished = super().finish(columns, spec)
         nested: dict[Path, Path] = {(".".join(path),): path for path in self.nested}
         wide = {path: leaf.to(self.dtypes.get(".".join(path), leaf.dtype)) for path, leaf in finished.items()}
-        return {nested.get(path, path): leaf for path, leaf in wide.items()}
+        found = {nested.get(path, path): leaf for path, leaf in wide.items()}
+        action = calling.nested_action(calling.paths_of(self.source.module, "out_keys"))
+        return found if action is None else found | {action: found["action",]}  # which may be a random one
 
     def to_outputs(self, answer: Any, recurrent: Any) -> Any:
         """The module's answer to a state in the form that the loop takes: for TensorDicts, outputs by dotted name."""
         if not isinstance(self.source, TensorDictPolicy):
             return answer
-        outputs, after = self.source.recorded(flatten(answer), recurrent)
+        outputs, after = self.source.recorded(calling.with_action(flatten(answer)), recurrent)
         named = {".".join(path): leaf for path, leaf in outputs.items()}
         return named if recurrent is None else (named, after)
 

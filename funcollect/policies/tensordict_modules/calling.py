@@ -71,11 +71,20 @@ def run_module(
 
 
 def outputs_of(answer: TensorDictBase, read: Container[Path]) -> dict[Path, Any]:
-    """The leaves of a policy's answer that it did not `read`. A single nested action is also returned as the action."""
-    outputs = {path: leaf for path, leaf in flatten(answer).items() if path not in read}
-    if ("action",) not in outputs and len(nested := [path for path in outputs if path[-1] == "action"]) == 1:
-        outputs["action",] = outputs[nested[0]]
-    return outputs
+    """The leaves of a policy's answer that it did not `read`; a nested action is also returned as the action."""
+    return with_action({path: leaf for path, leaf in flatten(answer).items() if path not in read})
+
+
+def nested_action(written: Iterable[Path]) -> Path | None:
+    """The path of the action among the keys that a policy has written, if it is nested: a single one."""
+    actions = [path for path in written if path[-1] == "action"]
+    return actions[0] if len(actions) == 1 and actions != [("action",)] else None
+
+
+def with_action(outputs: dict[Path, Any]) -> dict[Path, Any]:
+    """The outputs of a policy, with a nested action as the action, too."""
+    nested = nested_action(outputs)
+    return outputs if nested is None else {**outputs, ("action",): outputs[nested]}
 
 
 def batched(leaf: Any) -> Any:

@@ -255,6 +255,8 @@ class TensorDictActor(Actor):
             self._parts = self._parts if same else None
         if outputs.keys() == self._seen:
             return outputs
+        action = outputs.get(("action",))
+        self._actions = [path for path, leaf in outputs.items() if leaf is action]  # with a nested one
         if ("action",) not in outputs:
             raise PolicyError(
                 f"the policy wrote {names_of(outputs)}, expected 'action' among them: name it in out_keys"
@@ -287,4 +289,5 @@ class TensorDictActor(Actor):
         hidden = {path: memory[path] for path in self._policy.written}
         carried = {path: leaf for path, leaf in memory.items() if path not in self._initial}
         state = TorchPolicyState(hidden or None, self._generator, carried or None)
-        return state, finish_columns(columns, self._rollout.spec, ties=True)
+        finished = finish_columns(columns, self._rollout.spec, ties=True)
+        return state, finished | dict.fromkeys(self._actions, finished["action",])

@@ -226,3 +226,37 @@ def test_a_nested_action_is_the_action():
     batch = collect(env, as_policy(nested, env), 20)
     assert torch.equal(batch["agent", "action"], batch["action"])
     assert_same(batch.exclude("agent"), collect(env, as_policy(plain, env), 20))
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "gymnax/CartPole-v1"])
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_nested_action_is_the_executed_one(name, sampled):
+    logits = TensorDictModule(nn.Linear(4, 2), ["observation"], [("agents", "logits")])
+    keys = {"in_keys": [("agents", "logits")], "out_keys": [("agents", "action")]}
+    last = TensorDictModule(lambda x: (x[..., 0] > 1).long(), **keys)
+    if sampled:
+        keys |= {"return_log_prob": True, "log_prob_key": ("agents", "action_log_prob")}
+        last = ProbabilisticTensorDictModule(distribution_class=Choice, **keys)
+    keywords = {"frames_per_batch": 60, "init_random_frames": 60, "create_env_kwargs": {"num_envs": 2}, "seed": 0}
+    with fc.Collector(name, TensorDictSequential(logits, last), **keywords) as collector:
+        for random in (True, False):
+            batch = next(collector)
+            assert torch.equal(batch["agents", "action"], batch["action"])
+            if sampled:
+                scores = Choice(logits=batch["agents", "logits"]).log_prob(batch["action"])
+                scores = torch.full((2, 30), 0.5).log() if random else scores
+                torch.testing.assert_close(batch["agents", "action_log_prob"], scores)
+
+
+def test_a_nested_one_hot_action_is_the_executed_one_and_that_of_another_stays():
+    def both(observation):
+        return torch.ones(*observation.shape[:-1], 2, dtype=torch.int64), torch.zeros(observation.shape[0])
+
+    for key, same in ((("agents", "action"), True), ("action", False)):
+        policy = TensorDictModule(both, ["observation"], [key, ("expert", "value" if same else "action")])
+        keywords = {"frames_per_batch": 6, "init_random_frames": 0 if same else 6, "seed": 0}
+        with fc.Collector("CartPole-v1", policy, create_env_kwargs={"num_envs": 2, "one_hot": True}, **keywords) as run:
+            batch = next(run)
+        assert (batch[key].sum(-1) == 1).all()
+        assert same or (batch["expert", "action"] == 0).all()
+        assert torch.equal(batch[key], batch["action"])
