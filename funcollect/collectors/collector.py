@@ -203,9 +203,8 @@ class CollectorBase(RunOptions, InUse, ABC):
         ``episodes="restart"`` begins new episodes in all lanes, under new trajectory ids. Raises as `funcollect.load`
         does, ValueError also for a run with other keywords. Then call `restore` again, or build another collector.
         """
-        file = checked_path(path, episodes)
         self._check_open()
-        saved = read_data(file, _KIND)
+        saved = read_data(checked_path(path, episodes), _KIND)
         keywords = {name: value for name, value in self._plain_keywords().items() if name != "seed"}
         check_same_run(saved, type(self), keywords)
         self._restore(saved, episodes)
@@ -275,6 +274,7 @@ class CollectorBase(RunOptions, InUse, ABC):
 
     def is_running(self) -> bool:
         """Whether there are frames or whole trajectories left to deliver, and the collector was not shut down."""
+        self._check_filler()  # or a loop while this is True would never end
         waiting = any(each.begins_with_whole(self.trajs_per_batch or 1) for each in [*self._pending.values()])
         return not self._closed and (waiting or bool(self._unwritten) or not 0 <= self.total_frames <= self.frames)
 
@@ -368,7 +368,7 @@ class CollectorBase(RunOptions, InUse, ABC):
         return hasattr(getattr(self.replay_buffer, "storage", None), "admit")
 
     def _write(self, batch: TensorDictBase) -> None:
-        flat = self._fills_ours and self.replay_buffer.storage.ndim == 1 and batch.ndim > 1
+        flat = getattr(getattr(self.replay_buffer, "storage", None), "ndim", None) == 1 and batch.ndim > 1
         if is_compact(batch) and (flat or not self._fills_ours):
             batch = next_observations(batch)
         self.replay_buffer.extend(batch.reshape(-1) if flat else batch)

@@ -68,7 +68,7 @@ def collector(cls: type[_Class]) -> type[_Class]:
     """Make the fields of a class, its own and those of its bases, the keywords of its constructor.
 
     Each field has its meaning in a string below it, where editors look for it. The docstring gets all of them, for
-    ``help``. The constructor refuses an unknown keyword with TypeError.
+    ``help``. The constructor refuses an unknown keyword with TypeError; None stands for a keyword's default.
     """
     dataclass(kw_only=True, eq=False, repr=False)(cls)
     plain = cls.__init__
@@ -79,6 +79,7 @@ def collector(cls: type[_Class]) -> type[_Class]:
     @wraps(plain)
     def init(self: Any, *args: Any, **keywords: Any) -> None:
         keywords = without_foreign("this collector", foreign, keywords)
+        keywords = {name: value for name, value in keywords.items() if value is not None or name not in known}
         if unknown := sorted(keywords.keys() - known):
             alike = [found for name in unknown for found in get_close_matches(name, known, 1)]
             likely = f" (perhaps you meant {' and '.join(alike)})" if alike else ""

@@ -116,6 +116,17 @@ def test_every_batch_extends_the_buffer(kind, start):
     assert collector.stats().items() >= {"completed": True, "total_frames": 200}.items()
 
 
+@pytest.mark.needs("torchrl")
+def test_a_buffer_of_torchrls_whose_storage_has_one_dimension_gets_single_frames():
+    """TorchRL's workers write their own frames, so that none of its storages gets a batch of several."""
+    from torchrl.data import LazyTensorStorage, ReplayBuffer
+
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=8)
+    with fc.Collector(ENV, **FRAMES, **KINDS["sync"], replay_buffer=buffer) as collector:
+        next(collector)
+    assert (len(buffer), buffer.sample()["observation"].shape) == (40, (8, 4))
+
+
 @pytest.mark.parametrize("per_write", [None, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_trajectories_are_written_as_they_end_and_none_is_lost(kind, per_write):
@@ -333,6 +344,29 @@ def test_the_thread_that_fills_cannot_wait_for_itself_and_may_end_the_run():
     collector.start()
     collector._filler.thread.join()
     assert len(refused) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_while_the_thread_collects_ends_with_its_exception(kind, recwarn):
+    class Full:
+        def extend(self, batch):
+            raise OSError("no space left")
+
+    collector = fc.Collector(ENV, **FRAMES, **KINDS[kind], replay_buffer=Full())
+    collector.start()
+    collector._filler.thread.join()
+    with pytest.raises(OSError, match="no space left"):
+        collector.is_running()
+    collector.shutdown()
+    assert len(recwarn) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_none_is_the_default_of_a_keyword_as_in_torchrls_signatures(kind):
+    names = ["split_trajs", "traj_format", "total_frames", *["num_threads", "cat_results"] * (kind != "here")]
+    with fc.Collector(ENV, **FRAMES, **KINDS[kind], **dict.fromkeys(names)) as collector:
+        with fc.Collector(ENV, **FRAMES, **KINDS[kind]) as other:
+            assert_same(next(collector), next(other))
 
 
 def test_a_run_goes_on_while_whole_trajectories_are_left():
