@@ -123,8 +123,8 @@ class RunOptions:
     replay_buffer: Any = None
     """the object whose ``extend`` gets every batch: a buffer, or a list, which gets rows. The iteration then yields
     None, and `start` without an argument fills it in a thread. A buffer whose storage has ``ndim=1``, TorchRL's too,
-    gets the frames as ``[F]``; with `trajs_per_batch`, any buffer gets trajectories once they are whole, one after another,
-    ``[F]``. If ``extend`` raises, the next call gives it the same frames again."""
+    gets the frames as ``[F]``; with `trajs_per_batch`, any buffer gets trajectories once they are whole, one after
+    another, ``[F]``. If ``extend`` raises, the next call gives it the same frames again."""
     trajs_per_write: int | None = None
     """whole trajectories in one call of ``replay_buffer.extend``; None for all that have become whole."""
     pre_collect_hook: Hook = None

@@ -364,9 +364,9 @@ def test_a_loop_while_the_thread_collects_ends_with_its_exception(kind, recwarn)
 @pytest.mark.parametrize("kind", KINDS)
 def test_none_is_the_default_of_a_keyword_as_in_torchrls_signatures(kind):
     names = ["split_trajs", "traj_format", "total_frames", *["num_threads", "cat_results"] * (kind != "here")]
-    with fc.Collector(ENV, **FRAMES, **KINDS[kind], **dict.fromkeys(names)) as collector:
-        with fc.Collector(ENV, **FRAMES, **KINDS[kind]) as other:
-            assert_same(next(collector), next(other))
+    keywords = FRAMES | KINDS[kind]
+    with fc.Collector(ENV, **keywords, **dict.fromkeys(names)) as collector, fc.Collector(ENV, **keywords) as other:
+        assert_same(next(collector), next(other))
 
 
 def test_a_run_goes_on_while_whole_trajectories_are_left():
