@@ -119,9 +119,11 @@ class Collector(_DoorBase, SyncDataCollector):
         if backend == "ray":
             keywords |= {"num_collectors": num_collectors, "sync": bool(sync)}
             return RayCollector, (create_env_fn, policy), keywords
-        count = number_of_workers(create_env_fn, num_collectors or (None if listed(create_env_fn) else 1))
+        if (workers := keywords.pop("num_workers", None)) is not None and num_collectors not in (None, workers):
+            raise ValueError(f"num_collectors is {num_collectors}, but num_workers is {workers}: give one of them")
+        wanted = num_collectors or workers or (None if listed(create_env_fn) else 1)
         chosen = MultiSyncDataCollector if sync else MultiaSyncDataCollector
-        return chosen, (create_env_fn, policy), {"num_workers": count} | keywords
+        return chosen, (create_env_fn, policy), {"num_workers": number_of_workers(create_env_fn, wanted)} | keywords
 
 
 @collector

@@ -76,6 +76,7 @@ def test_a_list_of_environments_is_one_for_each_worker_and_a_derived_class_is_it
         ({"sync": True}, "sync=True"),
         ({"backend": "direct", "num_collectors": 2}, "num_collectors=2"),
         ({"num_collectors": 0}, "num_collectors is 0"),
+        ({"num_collectors": 2, "num_workers": 3}, "num_collectors is 2, but num_workers is 3"),
         ({"num_collectors": 2, "seed": 1, "backend_options": {"seed": 2}}, r"backend_options has \['seed'\]"),
         ({"trajs_per_write": 2}, "trajs_per_write is 2, but"),
         ({"replay_buffer": 3}, "replay_buffer is int, expected an object with a method extend"),
