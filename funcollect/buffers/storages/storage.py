@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import optree
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 from typing_extensions import override
@@ -277,9 +277,12 @@ class ListStorage(Storage):
 
 def _as_dict(item: Any) -> Any:
     """An item as it is saved: a TensorDict of tensors as a dict, which can be read without running code."""
-    if not isinstance(item, TensorDictBase) or not all(isinstance(leaf, Tensor) for leaf in item.values(True, True)):
-        return item
-    return {_TENSORDICT: flatten(item), "shape": tuple(item.batch_size)}
+    return {_TENSORDICT: flatten(item), "shape": tuple(item.batch_size)} if _of_tensors(item) else item
+
+
+def _of_tensors(item: Any) -> bool:
+    """Whether this is a TensorDict of nothing but tensors, also in nested ones; not a lazy stack."""
+    return type(item) is TensorDict and all(isinstance(leaf, Tensor) or _of_tensors(leaf) for leaf in item.values())
 
 
 def _not_plain(item: Any) -> Iterator[Any]:
@@ -298,7 +301,8 @@ def _collate(items: list[Any]) -> Any:
             return default_collate(items)
         keys, size = {*items[0].keys(True, True)}, items[0].batch_size
         if all({*item.keys(True, True)} == keys and item.batch_size == size for item in items):
-            return LazyStackedTensorDict.maybe_dense_stack(items)  # lazily if leaves have different shapes
+            stacked = LazyStackedTensorDict.maybe_dense_stack(items)  # lazily if leaves have different shapes
+            return stacked if _of_tensors(stacked) else stacked.clone()  # a lazy stack has the items themselves
         return torch.stack(items)
     except (RuntimeError, KeyError) as error:
         what = f"the items cannot be stacked ({clipped(str(error))}), expected ones with the same keys and shapes"
