@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,10 @@ class ReplayReader:
         """Endless samples."""
         while True:
             yield self.sample()
+
+    def __reduce__(self) -> Any:
+        options = {"sampler": self.sampler, "batch_size": self.batch_size, "sample_transform": self.sample_transform}
+        return partial(ReplayReader, **options), (self.directory,)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.directory}, {self.sampler}, {len(self)} frames)"

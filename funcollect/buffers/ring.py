@@ -113,7 +113,7 @@ class RingMemory:
             slots[self.capacity - begin :] %= self.capacity
             slots[: max(count - self.capacity, 0)] = -1  # later frames of the same batch are there
         self.version += 1
-        return slots.reshape(steps, math.prod(lanes)).T.reshape(batch.lead)
+        return np.ascontiguousarray(slots.reshape(steps, math.prod(lanes)).T).reshape(batch.lead)  # `flatten` is a view
 
     def held(self, index: Any) -> Ints:
         """The slots that hold frames; for an index of lanes and time, the steps ``[*lanes, T]`` that all lanes have.

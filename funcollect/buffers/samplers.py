@@ -85,6 +85,7 @@ class PrioritizedSampler(RandomSampler):
         check_flags(max_priority_within_buffer=max_priority_within_buffer)
         check_choice("reduction", reduction, ("max", "min", "mean", "median"))
         self.max_capacity, self._alpha, self.beta, self.eps = max_capacity, alpha, beta, eps
+        self._exponent = float(alpha)  # of the stored weights
         self.max_priority_within_buffer, self.reduction = max_priority_within_buffer, reduction
         self._device: torch.device | None = None  # None for the host
         if (returns := returns_of(n_steps, gamma)) is not None:
@@ -104,11 +105,14 @@ class PrioritizedSampler(RandomSampler):
     @alpha.setter
     def alpha(self, alpha: float | Tensor) -> None:
         _check_scalar("alpha", alpha)
-        if self._alpha > 0:
-            weights, highest = self.stored()
-            changed = weights ** (float(alpha) / float(self._alpha))
-            self.begin(np.where(weights > 0, changed, 0.0), highest)
         self._alpha = alpha
+        self._follow_alpha()
+
+    def _follow_alpha(self) -> None:  # a tensor may have been changed in place
+        former, self._exponent = self._exponent, float(self._alpha)
+        if self._exponent != former > 0:
+            weights, highest = self.stored()
+            self.begin(np.where(weights > 0, weights ** (self._exponent / former), 0.0), highest)
 
     @override
     def fit(self, capacity: int) -> None:
@@ -123,6 +127,7 @@ class PrioritizedSampler(RandomSampler):
 
     @override
     def extended(self, memory: BufferView, slots: Ints) -> None:
+        self._follow_alpha()
         stored, sums, weight = slots[slots >= 0], self._priorities, self._weights(self._highest)
         if self.max_priority_within_buffer:
             sums.put(stored, sums.xp.zeros_like(weight))
@@ -137,7 +142,8 @@ class PrioritizedSampler(RandomSampler):
 
     @override
     def state(self) -> Arrays:
-        exponents = np.array([float(self.alpha), float(self.beta)])
+        self._follow_alpha()
+        exponents = np.array([self._exponent, float(self.beta)])
         weights, highest = self.stored()
         return {"weights": weights, "highest": np.array(highest), "exponents": exponents}
 
@@ -145,6 +151,7 @@ class PrioritizedSampler(RandomSampler):
     def load(self, state: Arrays) -> None:
         if "exponents" in state:
             self._alpha, self.beta = state["exponents"].tolist()
+            self._exponent = self._alpha
         # The state may be of a sampler with a larger max_capacity, whose other slots held no frames.
         self.begin(state.get("weights", np.zeros(0))[: self.max_capacity], float(state.get("highest", 1.0)))
 
@@ -170,6 +177,7 @@ class PrioritizedSampler(RandomSampler):
 
     def update_priority(self, memory: BufferView, index: Any, priority: Any, written: Any, before: int) -> None:
         """See `ReplayBuffer.update_priority`; `memory` is the buffer's ring, which began after `before` frames."""
+        self._follow_alpha()
         if self._device is not None:
             self._update_on_device(memory, index, priority, written, before)
             return
@@ -201,10 +209,11 @@ class PrioritizedSampler(RandomSampler):
         self._highest = torch.cat([self._highest, torch.where(kept, values, 0.0)]).amax(0, keepdim=True)
 
     def _weights(self, priority: Any) -> Any:
-        return (priority + self.eps) ** float(self.alpha)
+        return (priority + self.eps) ** self._exponent
 
     def _check_drawable(self, memory: BufferView) -> None:
         indices.check_filled(memory)
+        self._follow_alpha()
         if self._priorities.total <= 0:
             raise ValueError("every priority is 0: give some frame a positive one, or the sampler a positive eps")
 

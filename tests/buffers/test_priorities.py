@@ -297,6 +297,17 @@ def test_frames_of_an_earlier_life(how, again, tmp_path):
     assert priorities(buffer).count(2.0) == again
 
 
+def test_flattened_slots_of_lanes_of_a_full_buffer():
+    buffer, _ = made(ndim=2)
+    batch = TensorDict({"x": torch.arange(2 * SIZE).view(2, SIZE)[:, : SIZE // 2]}, [2, SIZE // 2])
+    index = buffer.extend(batch).flatten()
+    buffer.extend(batch)
+    buffer.update_priority(index, 5.0)
+    assert set(priorities(buffer)) == {1.0}
+    buffer.empty()
+    buffer.update_priority(index, 5.0)
+
+
 def test_frames_that_did_not_fit():
     buffer, index = made(SIZE + 3)
     assert index[:3].tolist() == [-1] * 3

@@ -206,6 +206,27 @@ def test_ragged_items_are_stacked_lazily():
     assert {tuple(item["a"].tolist()) for item in sample.unbind(0)} == {(1,), (2, 2)}
 
 
+@pytest.mark.parametrize("key", ["a", ("b", "a")])
+def test_samples_of_ragged_items_are_copies(key):
+    buffer = fc.TensorDictReplayBuffer(storage=fc.ListStorage(4), batch_size=50)
+    buffer.extend([TensorDict({key: torch.ones(n)}) for n in (1, 2)])
+    for item in buffer.sample().unbind(0):
+        item[key].zero_()
+    assert "index" not in buffer[0]
+    buffer.extend([TensorDict({key: torch.ones(3)})])
+    assert all(item[key].all() for item in buffer.sample().unbind(0))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_dumps_of_items_that_are_lazy_stacks(nested, tmp_path):
+    buffer, other = (fc.ReplayBuffer(storage=fc.ListStorage(4)) for _ in range(2))
+    lazy = LazyStackedTensorDict(*(TensorDict({"a": torch.ones(n)}) for n in (1, 2)), stack_dim=0)
+    buffer.extend([TensorDict({"agents": lazy}) if nested else lazy])
+    buffer.dumps(tmp_path)
+    other.loads(tmp_path, allow_pickle=True)
+    assert ((other[0]["agents"] if nested else other[0])[1]["a"] == 1).all()
+
+
 def keyed(reduction="max", within=False, **options):
     sampler = fc.PrioritizedSampler(8, 1.0, 1.0, 0, reduction=reduction, max_priority_within_buffer=within)
     return fc.TensorDictReplayBuffer(storage=fc.LazyTensorStorage(8), sampler=sampler, batch_size=20, **options)
@@ -266,6 +287,16 @@ def test_an_exponent_changes_stored_priorities_and_is_dumped(tmp_path):
         buffer.sampler.alpha = -1
 
 
+def test_a_tensor_of_an_exponent_may_be_changed_in_place():
+    alpha = torch.tensor(1.0)
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(8), sampler=fc.PrioritizedSampler(8, alpha, 1.0, 0))
+    buffer.update_priority(buffer.extend(frames(2)), torch.tensor([4.0, 9.0]))
+    alpha.fill_(0.5)
+    assert buffer.sample(99, return_info=True)[1]["priority_weight"].min() == torch.tensor(2 / 3)
+    buffer.update_priority(buffer.extend(frames(1)), 16)
+    assert buffer.sampler.state()["weights"][:3].tolist() == [2, 3, 4]
+
+
 def test_samplers_name_what_they_were_built_with():
     options = {"traj_key": "x", "strict_length": False, "pad_output": True, "span": (False, 2), "truncated_key": "cut"}
     for sampler in (
@@ -303,7 +334,7 @@ def test_exponents_may_be_tensors_and_new_frames_get_the_highest_priority_held()
 def test_a_shared_buffer_is_unpickled_as_a_reader(tmp_path):
     storage, sampler = fc.LazyMemmapStorage(8, scratch_dir=tmp_path), fc.SliceSampler(slice_len=2, traj_key="x")
     buffer = filled(frames(6).set("x", torch.zeros(6)), storage, sampler, batch_size=4, shared=True)
-    reader = pickle.loads(pickle.dumps(buffer))
+    reader = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(buffer))))  # which pass it on
     buffer.extend(frames(1).set("x", torch.ones(1)))
     assert (len(reader), reader.sample().shape) == (7, (4,))
     with pytest.raises(TypeError, match="cannot be copied or pickled"):
