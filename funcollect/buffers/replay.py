@@ -103,7 +103,7 @@ class ReplayBuffer(FramesByIndex):
         if collate_fn is not None and isinstance(self.storage, ListStorage):
             self.storage.collate, self.collate_fn = collate_fn, None
         self._memory = ring.RingMemory(self.storage, self.sampler.trajectories)
-        self._before = 0  # frames written to rings before the present one
+        self._before = 0  # more than the frames written to rings before the present one
         self._random_source = from_generator(generator)
         check_count("prefetch", prefetch := 0 if prefetch is None else prefetch)
         self._lock = threading.RLock()
@@ -230,12 +230,11 @@ class ReplayBuffer(FramesByIndex):
     def __iter__(self) -> Iterator[Any]:
         """Endless samples; with a `SamplerWithoutReplacement`, until every frame was returned once."""
         size = wanted_size(None, self.batch_size)
-        if begins := isinstance(self.sampler, SamplerWithoutReplacement):
+        if isinstance(self.sampler, SamplerWithoutReplacement):
             with self._lock:
                 self._ahead.clear()
                 self.sampler.empty()
-        while begins or self._ahead or not self.sampler.ran_out(size):
-            begins = False
+        while self._ahead or not self.sampler.ran_out(size):
             yield self.sample()
 
     def relabel_by(self, relabel: Relabel, trajectories: Trajectories) -> None:
@@ -282,7 +281,7 @@ class ReplayBuffer(FramesByIndex):
 
     def _replace(self, memory: ring.RingMemory) -> None:  # by a ring with other frames: indices of earlier ones expire
         self._ahead.clear()
-        self._before += -(-self._memory.written // memory.capacity) * memory.capacity
+        self._before += self._memory.written + 1
         self._memory = memory
 
     def dumps(self, path: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None) -> None:
@@ -360,6 +359,9 @@ class ReplayBuffer(FramesByIndex):
 
     def __reduce__(self) -> Any:
         if self._shared:
+            if self._memory.by_lane:
+                what = "lanes of the buffer have equal trajectory ids, by which readers would mix them"
+                raise ValueError(f"{what}: give each lane ids of its own, as collectors do")
             options: dict[str, Any] = {"sampler": self.sampler, "batch_size": self.batch_size}
             if functions := [each for each in (self.collate_fn, self.sample_transform) if each is not None]:
                 options["sample_transform"] = partial(_in_turn, functions)

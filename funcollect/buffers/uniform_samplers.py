@@ -127,7 +127,8 @@ class SamplerWithoutReplacement(RandomSampler):
     @takes_replacement
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True) -> None:
         check_flags(drop_last=drop_last, shuffle=shuffle)
-        self.drop_last, self.shuffle, self._left = drop_last, shuffle, np.zeros(0, np.int64)
+        self.drop_last, self.shuffle = drop_last, shuffle
+        self._left: Ints | None = None  # the numbers left in the round; None if a new round has to begin
 
     @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
@@ -137,18 +138,19 @@ class SamplerWithoutReplacement(RandomSampler):
         """The next `count` numbers of the round; a new round has the numbers below `size`, which counts `what`."""
         if self.drop_last and count > size:
             raise ValueError(f"{count} are wanted, there are {size} {what}: sample fewer, or pass drop_last=False")
-        if len(self._left) < (count if self.drop_last else 1):
+        if self._left is None or len(self._left) < (count if self.drop_last else 1):
             self._left = (random_source.permutation if self.shuffle else np.arange)(size)
         taken, self._left = self._left[:count], self._left[count:]
         return taken
 
     @override
     def ran_out(self, batch_size: int) -> bool:
-        return len(self._left) < (batch_size if self.drop_last else 1)
+        return self._left is not None and len(self._left) < (batch_size if self.drop_last else 1)
 
     @override
     def give_back(self, drawn: SampleIndices) -> None:
-        self._left = np.concatenate([drawn.slots if drawn.taken is None else drawn.taken, self._left])
+        if self._left is not None:
+            self._left = np.concatenate([drawn.slots if drawn.taken is None else drawn.taken, self._left])
 
     @override
     def extended(self, memory: BufferView, slots: Ints) -> None:
@@ -156,11 +158,11 @@ class SamplerWithoutReplacement(RandomSampler):
 
     @override
     def state(self) -> Arrays:
-        return {"left": self._left}
+        return {} if self._left is None else {"left": self._left}
 
     @override
     def load(self, state: Arrays) -> None:
-        self._left = state.get("left", np.zeros(0, np.int64))
+        self._left = state.get("left")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"

@@ -1,5 +1,7 @@
 """Code for TorchRL's replay buffers with nothing but the imports changed, run with either library; and its slices."""
 
+import pickle
+
 import pytest
 import torch
 import torchrl.data
@@ -66,6 +68,16 @@ def test_without_replacement_ahead_and_lists(data):
     buffer = data.ReplayBuffer(storage=data.ListStorage(100), collate_fn=lambda x: x)
     buffer.extend(["a", 1, None])
     assert all(item in ("a", 1, None) for item in buffer.sample(3))
+
+
+@LIBRARIES
+def test_an_iteration_goes_on_after_an_extend(data):
+    storage, sampler = data.LazyTensorStorage(max_size=100), data.SamplerWithoutReplacement()
+    prefetch = 2 if data is fc else None  # TorchRL's ends
+    buffer = data.ReplayBuffer(storage=storage, sampler=sampler, batch_size=4, prefetch=prefetch)
+    for start in (0, 8, 16):
+        buffer.extend(transitions(8, start))
+        assert buffer.next().shape == (4,)
 
 
 def lanes_of(start, lanes=2, steps=5):
@@ -264,3 +276,10 @@ def test_equal_ids_are_told_apart_by_lane(tmp_path):
     assert (sample["lane"] == sample["lane"][:, :1]).all()
     assert (sample["t"].diff(dim=1) == 1).all()
     assert len({*zip(sample["t"][:, 0].tolist(), sample["lane"][:, 0].tolist(), strict=True)}) == 6
+
+
+def test_lanes_with_equal_ids_are_not_read_by_others(tmp_path):
+    storage = fc.LazyMemmapStorage(60, ndim=2, scratch_dir=tmp_path)
+    buffer = filled(runs(0), storage, fc.SliceSampler(slice_len=2), shared=True)
+    with pytest.raises(ValueError, match="equal trajectory ids, by which readers would mix them"):
+        pickle.dumps(buffer)
