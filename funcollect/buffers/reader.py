@@ -95,8 +95,9 @@ class ReplayReader:
             yield self.sample()
 
     def __reduce__(self) -> Any:
-        options = {"sampler": self.sampler, "batch_size": self.batch_size, "sample_transform": self.sample_transform}
-        return partial(ReplayReader, **options), (self.directory,)
+        transform = self.sample_transform
+        made = partial(ReplayReader, sampler=self.sampler, batch_size=self.batch_size, sample_transform=transform)
+        return made, (self.directory,)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.directory}, {self.sampler}, {len(self)} frames)"

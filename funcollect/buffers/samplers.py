@@ -150,8 +150,8 @@ class PrioritizedSampler(RandomSampler):
     @override
     def load(self, state: Arrays) -> None:
         if "exponents" in state:
-            self._alpha, self.beta = state["exponents"].tolist()
-            self._exponent = self._alpha
+            self._exponent, self.beta = state["exponents"].tolist()
+            self._alpha = self._exponent
         # The state may be of a sampler with a larger max_capacity, whose other slots held no frames.
         self.begin(state.get("weights", np.zeros(0))[: self.max_capacity], float(state.get("highest", 1.0)))
 
