@@ -17,7 +17,6 @@ from funcollect.buffers.keywords import part_of
 from funcollect.buffers.replay import ReplayBuffer
 from funcollect.buffers.samplers import PrioritizedSampler
 from funcollect.buffers.storages import ListStorage
-from funcollect.buffers.sum_tree import check_priorities
 from funcollect.messages import kind_of
 
 __all__ = ["TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer"]
@@ -56,14 +55,16 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     @override
     def _extend(self, data: Any) -> Tensor:
-        batch, prioritized = data, isinstance(self.sampler, PrioritizedSampler)
-        if prioritized and isinstance(data, list) and data and all(isinstance(item, TensorDictBase) for item in data):
+        if not isinstance(self.sampler, PrioritizedSampler):
+            return super()._extend(data)
+        batch = data
+        if isinstance(data, list) and data and all(isinstance(item, TensorDictBase) for item in data):
             batch = TensorDict.maybe_dense_stack(data)
-        values = batch.get(self.priority_key, None) if prioritized and isinstance(batch, TensorDictBase) else None
+        values = batch.get(self.priority_key, None) if isinstance(batch, TensorDictBase) else None
         if values is None or not values.numel():
             return super()._extend(data)
         priority = self._reduced(values, batch.batch_size[: self.storage.ndim].numel())
-        check_priorities(priority.numpy(force=True))  # before any frame is stored
+        self.sampler.checked(priority.numpy(force=True))  # before any frame is stored
         with self._lock:
             slots = super()._extend(data)
             self.update_priority(slots.reshape(-1), priority)
@@ -108,7 +109,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if not isinstance(self.sampler, PrioritizedSampler) or self.priority_key not in others:
             return super().update(index, values, written)
         priority = self._reduced(torch.as_tensor(others.pop(self.priority_key)), math.prod(np.shape(index)))
-        check_priorities(priority.numpy(force=True))  # before any value is written
+        self.sampler.checked(priority.numpy(force=True))  # before any value is written
         written = self.written_at(index) if written is None else written
         with self._lock:
             gone = super().update(index, others, written)

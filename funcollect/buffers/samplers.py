@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.arguments import check_choice, check_count, check_flags, check_not_given, check_number, check_positive
-from funcollect.buffers import Arrays, Bools, Floats, Ints, indices
+from funcollect.arguments import check_choice, check_count, check_flags, check_not_given, check_positive
+from funcollect.buffers import Arrays, Bools, Floats, Ints, indices, sum_tree
 from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Sampler
-from funcollect.buffers.sum_tree import DeviceSums, SumTree, check_priorities, later, numbers_of, present_in
+from funcollect.buffers.sum_tree import DeviceSums, SumTree, later, numbers_of, present_in
 from funcollect.buffers.trajectory_index import Trajectories
 from funcollect.buffers.uniform_samplers import (
     MultiStepSampler,
@@ -32,7 +32,6 @@ __all__ = [
     "Sampler", "SamplerWithoutReplacement", "SliceSampler", "SliceSamplerWithoutReplacement",
 ]  # fmt: skip
 
-_LARGEST = torch.finfo(torch.float64).max
 _NO_VERSION = np.iinfo(np.int64).min
 
 
@@ -81,11 +80,12 @@ class PrioritizedSampler(RandomSampler):
     ) -> None:
         check_positive("max_capacity", max_capacity)
         for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
-            _check_scalar(name, value)
+            sum_tree.check_scalar(name, value)
         check_flags(max_priority_within_buffer=max_priority_within_buffer)
         check_choice("reduction", reduction, ("max", "min", "mean", "median"))
         self.max_capacity, self._alpha, self.beta, self.eps = max_capacity, alpha, beta, eps
-        self._exponent = float(alpha)  # of the stored weights
+        # The exponent of the stored weights, and the most that one may be, so that their sum is finite.
+        self._exponent, self._most = float(alpha), torch.finfo(torch.float64).max / max_capacity
         self.max_priority_within_buffer, self.reduction = max_priority_within_buffer, reduction
         self._device: torch.device | None = None  # None for the host
         if (returns := returns_of(n_steps, gamma)) is not None:
@@ -104,7 +104,7 @@ class PrioritizedSampler(RandomSampler):
 
     @alpha.setter
     def alpha(self, alpha: float | Tensor) -> None:
-        _check_scalar("alpha", alpha)
+        sum_tree.check_scalar("alpha", alpha)
         self._alpha = alpha
         self._follow_alpha()
 
@@ -187,14 +187,14 @@ class PrioritizedSampler(RandomSampler):
             raise ValueError(f"{len(values)} priorities are given for {len(slots)} frames: give one each, or for all")
         if (present := present_in(memory, slots, written, before)) is not None:
             slots, values = slots[present], values if len(values) == 1 else values[present]
-        highest = check_priorities(values)
+        highest = self.checked(values)
         if len(slots):
             self._priorities.put(slots, self._weights(values))
             if highest > self._highest:
                 self._highest = np.array([highest])
 
     def _update_on_device(self, memory: BufferView, index: Any, priority: Any, written: Any, before: int) -> None:
-        """`update_priority` on a device. Priorities below 0 or not finite are ignored: an error would have to wait."""
+        """`update_priority` on a device. Bad priorities are ignored: an error would have to wait."""
         sums, device = self._priorities, self._device
         slots = torch.as_tensor(index, device=device).reshape(-1).long()
         values = torch.as_tensor(priority, device=device).detach().reshape(-1).double()
@@ -202,11 +202,16 @@ class PrioritizedSampler(RandomSampler):
             raise ValueError(f"{len(values)} priorities are given for {len(slots)} frames: give one each, or for all")
         after: Any = 0 if written is None else later(written, before + memory.written, len(slots))
         after = sums.moved(after) if isinstance(after, np.ndarray) else after
-        kept = (slots >= 0) & (slots < len(memory)) & (values >= 0) & (values <= _LARGEST)
+        weights = self._weights(values)
+        kept = (slots >= 0) & (slots < len(memory)) & (values >= 0) & (weights < self._most)
         kept &= (memory.written - 1 - slots) % memory.capacity >= after
         kept &= after < memory.written
-        sums.put(torch.where(kept, slots, self.max_capacity), self._weights(values))
+        sums.put(torch.where(kept, slots, self.max_capacity), weights)
         self._highest = torch.cat([self._highest, torch.where(kept, values, 0.0)]).amax(0, keepdim=True)
+
+    def checked(self, priorities: Floats) -> float:
+        """The highest of these priorities; see `sum_tree.check_priorities`."""
+        return sum_tree.check_priorities(priorities, self._weights, self._most)
 
     def _weights(self, priority: Any) -> Any:
         return (priority + self.eps) ** self._exponent
@@ -231,10 +236,6 @@ class PrioritizedSampler(RandomSampler):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_capacity={self.max_capacity}, alpha={self.alpha}, beta={self.beta})"
-
-
-def _check_scalar(name: str, value: float | Tensor) -> None:
-    check_number(name, value.item() if isinstance(value, Tensor) and value.ndim == 0 else value)
 
 
 class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from tensordict import is_tensor_collection
 from torch import Tensor
 
+from funcollect.arguments import check_number
 from funcollect.buffers import Bools, Floats, Ints
 from funcollect.buffers.indices import BufferView
 from funcollect.messages import shown
@@ -193,10 +195,17 @@ def present_in(memory: BufferView, slots: Ints, written: Any, before: int) -> Bo
     return present
 
 
-def check_priorities(given: Floats) -> float:
-    """The highest of these priorities; ValueError for one that is negative or not finite."""
+def check_scalar(name: str, value: float | Tensor) -> None:
+    """Raise TypeError or ValueError unless this is a number, or a tensor with one, of at least 0."""
+    check_number(name, value.item() if isinstance(value, Tensor) and value.ndim == 0 else value)
+
+
+def check_priorities(given: Floats, weights_of: Callable[[Any], Any], most: float) -> float:
+    """The highest of these priorities; ValueError for one below 0, infinite, or whose weight is not below `most`."""
     lowest, highest = (float(given.min()), float(given.max())) if len(given) else (0.0, 0.0)
-    if not (lowest >= 0 and highest < np.inf):
-        what = f"priorities lie between {lowest} and {highest}, expected finite numbers of at least 0"
+    with np.errstate(over="ignore"):
+        weighs = weights_of(np.float64(highest)) < most
+    if not (lowest >= 0 and highest < np.inf and weighs):
+        what = f"priorities lie between {lowest} and {highest}, expected finite numbers of at least 0, and a finite sum"
         raise ValueError(f"{what}: give for example the absolute TD error")
     return highest

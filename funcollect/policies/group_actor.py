@@ -83,7 +83,8 @@ class GroupActor(PartsActor):
             if part.comes_and_goes:
                 own = optree.tree_map(_copied, observed)
                 mask, trees = inputs.observation[name][PRESENT], (observed, own)
-                self._masked += (_zeros_for(*pair, mask) for pair in zip(*map(optree.tree_leaves, trees), strict=True))
+                pairs = zip(*map(optree.tree_leaves, trees), strict=True)
+                self._masked += (_zeros_for(leaf, copy, mask) for leaf, copy in pairs)
                 observed = own
             self._rows[name] = part.flat(observed)
         super().__init__(policy, inputs)

@@ -123,6 +123,7 @@ def test_samples_made_ahead_know_the_new_priorities():
 BAD = {  # by the messages
     "max_capacity is 9, the storage holds 40 frames": lambda: buffer_of(fc.PrioritizedSampler(9, 1, 1)),
     "between -1.0 and -1.0, expected finite numbers of at least 0": lambda: updated([1], [-1.0]),
+    r"between 1.0 and 1.26\d+e\+30, .* and a finite sum": lambda: updated([1, 2], [1.0, 2.0**100], alpha=12),
     "2 priorities are given for 3 frames": lambda: updated([1, 2, 3], [1.0, 2.0]),
     "slots from 1 to 24, the buffer has frames in 0 … 23": lambda: updated([1, 24], 1.0),
     "slices are 9 frames long, the longest trajectory held has 8": lambda: sliced(slice_len=9),
@@ -134,8 +135,8 @@ BAD = {  # by the messages
 }
 
 
-def updated(index, priority):
-    buffer_of(fc.PrioritizedSampler(40, 1, 1), count=24).update_priority(index, priority)
+def updated(index, priority, alpha=1):
+    buffer_of(fc.PrioritizedSampler(40, alpha, 1), count=24).update_priority(index, priority)
 
 
 def sliced(slice_len, zero=False):
