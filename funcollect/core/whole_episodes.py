@@ -47,7 +47,8 @@ def evaluate(
 
     An instance that a state uses is rebuilt from its spec. The same `seed` gives the same statistics; None draws one.
     `params` are those of `rollout`. With several agents, returns are sums over all of them; those of the agents of a
-    `group` are the statistics of `agents_as_rows`, in which agent i of n is lane ``lane * n + i``.
+    `group` are the statistics of `agents_as_rows`, in which agent i of n is lane ``lane * n + i``, and
+    each stay in one of these episodes counts.
 
     Raises:
         ValueError: for a `group` that the environment lacks.
@@ -71,7 +72,7 @@ def evaluate(
     quota = episodes // state.num_lanes + (lanes < episodes % state.num_lanes).long()
     parts: list[EpisodeStats] = []
     of_group: list[EpisodeStats] = []
-    finished, counts = torch.zeros_like(quota), quota
+    finished, agents = torch.zeros_like(quota), 1
     try:
         while bool((finished < quota).any()):
             if state.frames >= max_frames:
@@ -84,14 +85,19 @@ def evaluate(
             if group is not None:
                 rows = agents_as_rows(batch, group)
                 of_group.append(episode_stats(rows, of_group[-1] if of_group else None))
-                counts = quota.repeat_interleave(rows.shape[-2])
+                agents = rows.shape[-2]
         if env.backend == "host" and env.seeding == "episode":
             _warn_if_kept(env, state, first)
     finally:
         close(state)
-    stats = EpisodeStats.concatenate(of_group or parts)
-    first_ones = [(stats.lanes == lane).nonzero()[:count, 0] for lane, count in enumerate(counts.tolist())]
-    return stats.select(torch.cat(first_ones))
+    stats = EpisodeStats.concatenate(parts)
+    first_ones = [(stats.lanes == lane).nonzero()[:count, 0] for lane, count in enumerate(quota.tolist())]
+    stats = stats.select(torch.cat(first_ones))
+    if not of_group:
+        return stats
+    stays = EpisodeStats.concatenate(of_group)
+    chosen = torch.isin(stays.traj_ids // agents, stats.traj_ids).nonzero()[:, 0]
+    return stays.select(chosen[stays.lanes[chosen].argsort(stable=True)])
 
 
 def _warn_if_kept(env: Env, state: CollectorState, first: Mapping[Path, torch.Tensor]) -> None:

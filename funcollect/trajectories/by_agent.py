@@ -22,8 +22,9 @@ def agents_as_rows(batch: TensorDictBase, group: str) -> TensorDict:
     `evaluate_actions` with the policy of the group take it. An agent that has left stays finished: ``done`` is True at
     the root from then on, and such frames are ignored. An agent that is there when its lane's episode ends is
     truncated. Each agent has trajectory ids and a lane of its own; shared leaves, such as ``state``, are repeated.
-    Frames without the agent count as those of one that has left. Steps count from the beginning of the lane's episode,
-    so the episode of an agent that comes later, or comes back, lacks frames, and `episode_stats` leaves it out.
+    Frames without the agent count as those of one that has left. An agent that comes back keeps its trajectory id, and
+    its steps count from the beginning of the lane's episode; to `gae`, `split_trajectories` and `episode_stats`, each
+    stay is an episode.
 
     Leaves are views, except for ids, lanes and flags. Raises ValueError for a batch without that group, and for
     sums of rewards.

@@ -299,7 +299,7 @@ def scale_rewards(
     before = None if scaling is None else RewardScaling(scaling[0], RunningStatistics(*scaling[1]))
     if in_jax:
         return _scaled_arrays(batch, before, gamma, clip)
-    frames, _ = counted_frames(batch)
+    frames, *_ = counted_frames(batch)
     split.check_followed(batch)
     shape = () if frames.rewards.shape[1] == 1 else (frames.rewards.shape[1],)
     if before is None:
@@ -319,7 +319,8 @@ def _returns(frames: CountedFrames, opened: Mapping[int, tuple[int, Tensor]], ga
     ids, steps = frames.traj_ids, frames.steps
     goes_on = torch.zeros_like(ids, dtype=torch.bool)
     goes_on[1:] = (ids[1:] == ids[:-1]) & (steps[1:] > steps[:-1])  # of joined runs, ids may be equal
-    for row in (~goes_on).nonzero()[:, 0].tolist():
+    goes_on &= ~frames.comes
+    for row in (~goes_on & ~frames.comes).nonzero()[:, 0].tolist():
         if steps[row] > 0 and (so_far := opened.get(int(ids[row]))) is not None:
             values[row] += gamma * so_far[1]
     sums: Tensor = _discounted_sums(torch, values.flip(0), (gamma * goes_on.double()[:, None]).flip(0))

@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_kind
+from funcollect.specs import PRESENT
 from funcollect.trajectories import split
 from funcollect.tree import Path
 
@@ -25,6 +26,7 @@ class OpenReturn(NamedTuple):
     lane: int
     length: int  # frames so far
     value: Tensor  # [] float64 ([players] for several players): the return so far
+    start: int = 0  # the step of its first frame, or the next one while an agent is away
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -86,7 +88,8 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
     Rewards are summed in order, in float64, beginning with the sums in `previous`. So the results do not depend on how
     a run is cut into batches, to the bit. Episodes with missing frames are omitted, with a warning if `previous` is
     None: the others are the short ones. So are trajectories truncated by `set_truncated`. Repeated frames of finished
-    lanes and padding do not count. Several runs, such as those of a `vmap` over seeds, have to be passed one at a time.
+    lanes and padding do not count. Of the rows of `agents_as_rows`, each stay of an agent is an episode. Several runs,
+    such as those of a `vmap` over seeds, have to be passed one at a time.
 
     Args:
         batch: ``[*B, T]``, also split, with ``next.reward`` ``[*B, T, 1]`` (or players), ``next.done`` and
@@ -117,7 +120,7 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
 
 def stats_and_missing(batch: TensorDictBase, previous: EpisodeStats | None) -> tuple[EpisodeStats, int]:
     """The result of `episode_stats`, and the number of episodes of the batch that lack frames."""
-    frames, lanes = counted_frames(batch)
+    frames, lanes, away = counted_frames(batch)
     _check_one_run(batch, frames)
     check_kind("previous", previous, (EpisodeStats, type(None)), "pass the result of the last call")
     opened = {} if previous is None else previous.open_returns
@@ -128,11 +131,11 @@ def stats_and_missing(batch: TensorDictBase, previous: EpisodeStats | None) -> t
     ends = ends[frames.order[ends].argsort()]
     stats = EpisodeStats(
         returns=_by_player(trajectories.returns[of_frame[ends]]),
-        lengths=frames.steps[ends] + 1,
+        lengths=trajectories.lengths[of_frame[ends]],
         traj_ids=frames.traj_ids[ends],
         lanes=frames.lanes[ends],
         terminated=frames.terminated[ends],
-        open_returns=elsewhere | _unfinished(trajectories),
+        open_returns=elsewhere | _away(away) | _unfinished(trajectories),
     )
     return stats, int((~trajectories.whole).sum())
 
@@ -147,21 +150,27 @@ class CountedFrames(NamedTuple):
     steps: Tensor  # [F] int64
     lanes: Tensor  # [F] int64
     order: Tensor  # [F] int64: by time, then row
+    comes: Tensor  # [F] bool: the first frame of an agent that was not there in the frame before
+
+    def at(self, index: Tensor) -> CountedFrames:
+        """The frames at an index, or in a mask."""
+        return CountedFrames(*(column[index] for column in self))
 
 
 class _Trajectories(NamedTuple):
-    """The G trajectories of a batch, sorted by id, with their sums up to its end."""
+    """The G trajectories of a batch, sorted by id, then by stays of an agent, with their sums up to its end."""
 
     traj_ids: Tensor  # [G] int64
     lanes: Tensor  # [G] int64
     lengths: Tensor  # [G] int64
     returns: Tensor  # [G, players] float64
+    starts: Tensor  # [G] int64: the step of the first frame
     whole: Tensor  # [G] bool: no frame so far is missing
     ended: Tensor  # [G] bool
 
 
-def counted_frames(batch: TensorDictBase) -> tuple[CountedFrames, Tensor]:
-    """The frames that count, and the lanes in the batch: int64, ascending, each once."""
+def counted_frames(batch: TensorDictBase) -> tuple[CountedFrames, Tensor, CountedFrames]:
+    """The frames that count; the lanes in the batch, int64, ascending, each once; the last frames of absent agents."""
     split.check_batch(batch)
     time, rows = batch.batch_size[-1], batch.batch_size[:-1].numel()
     several = batch.get(split.STEPS_AHEAD, None) is not None
@@ -174,11 +183,43 @@ def counted_frames(batch: TensorDictBase) -> tuple[CountedFrames, Tensor]:
         steps=_column(batch, split.STEP, ()).long(),
         lanes=_column(batch, split.LANE, ()).long(),
         order=torch.arange(rows * time).reshape(time, rows).T.reshape(-1),
+        comes=torch.zeros(rows * time, dtype=torch.bool),
     )
-    real = _column(batch, split.MASK, (), default=True).bool()
-    counted = real & ~_column(batch, ("done",), (1,), default=False).bool()
-    frames = columns if counted.all() else CountedFrames(*(column[counted] for column in columns))
-    return frames, torch.unique(columns.lanes[real])
+    real, finished = _column(batch, split.MASK, (), default=True).bool(), _column(batch, ("done",), (1,), default=False)
+    if not real.all():
+        columns, finished = columns.at(real), finished[real]
+    lanes, none = torch.unique(columns.lanes), torch.zeros(0, dtype=torch.int64)
+    if not (finished := finished.bool()).any():
+        return columns, lanes, columns.at(none)
+    columns = columns._replace(comes=_coming(columns, finished))
+    last = _last_of_lanes(columns) if _has_agents(batch) else none
+    return columns.at(~finished), lanes, columns.at(last[finished[last]])
+
+
+def _has_agents(batch: TensorDictBase) -> bool:
+    present = batch.get(PRESENT, None)
+    return isinstance(present, Tensor) and (present.shape, present.dtype) == (batch.batch_size, torch.bool)
+
+
+def _coming(frames: CountedFrames, finished: Tensor) -> Tensor:
+    """Whether a frame follows the step before it, in which its trajectory was finished: [F] bool."""
+    ids, steps, comes = frames.traj_ids, frames.steps, ~finished
+    comes[:1] = False
+    comes[1:] &= finished[:-1] & (ids[1:] == ids[:-1]) & (steps[1:] == steps[:-1] + 1)
+    return comes
+
+
+def _last_of_lanes(frames: CountedFrames) -> Tensor:
+    """The index of each lane's last frame: [lanes] int64."""
+    index = frames.lanes.argsort(stable=True)
+    return index[_changes(frames.lanes[index]).roll(-1)]
+
+
+def _changes(values: Tensor) -> Tensor:
+    """Whether each number differs from the one before; True for the first one."""
+    changes = torch.ones_like(values, dtype=torch.bool)
+    changes[1:] = values[1:] != values[:-1]
+    return changes
 
 
 def _check_one_run(batch: TensorDictBase, frames: CountedFrames) -> None:  # each lane's ids and steps increase
@@ -201,11 +242,17 @@ def _column(batch: TensorDictBase, key: Path, tail: tuple[int, ...], *, default:
 
 def _trajectories(frames: CountedFrames, opened: Mapping[int, OpenReturn]) -> tuple[_Trajectories, Tensor]:
     """The trajectories of the frames, continued from `opened`, and the index of each frame's own: [F] int64."""
-    # A run consists of consecutive frames of one trajectory.
-    run_ids, run, sizes = torch.unique_consecutive(frames.traj_ids, return_inverse=True, return_counts=True)
-    traj_ids, of_run = torch.unique(run_ids, return_inverse=True)
-    of_frame, final, players = of_run[run], sizes.cumsum(0) - 1, frames.rewards.shape[1]
-    lengths, returns = _before(opened, traj_ids, players)
+    # A run consists of consecutive frames of one trajectory, in a stay of its agent.
+    begins = _changes(frames.traj_ids) | frames.comes
+    run, first = begins.cumsum(0) - 1, begins.nonzero()[:, 0]
+    final = torch.cat([first[1:] - 1, torch.full_like(first[:1], len(run) - 1)])
+    order = frames.traj_ids[first].argsort(stable=True)
+    fresh = _changes(frames.traj_ids[first][order]) | frames.comes[first][order]
+    of_run = torch.empty_like(order).index_copy_(0, order, fresh.cumsum(0) - 1)
+    traj_ids, comes = frames.traj_ids[first][order][fresh], frames.comes[first][order][fresh]
+    of_frame, sizes, players = of_run[run], final - first + 1, frames.rewards.shape[1]
+    lengths, returns, starts = _before(opened, traj_ids, players)
+    starts = torch.where(comes, frames.steps[first][order][fresh], starts)
     lengths.index_add_(0, of_run, sizes)
     place = of_frame[:, None] * players + torch.arange(players)
     returns.view(-1).index_add_(0, place.reshape(-1), frames.rewards.reshape(-1))  # in order, over one dimension
@@ -215,17 +262,18 @@ def _trajectories(frames: CountedFrames, opened: Mapping[int, OpenReturn]) -> tu
         lanes=torch.zeros_like(traj_ids).scatter_(0, of_run, frames.lanes[final]),
         lengths=lengths,
         returns=returns,
-        whole=lengths == last + 1,
+        starts=starts,
+        whole=lengths == last + 1 - starts,
         ended=torch.zeros_like(traj_ids, dtype=torch.bool).index_fill_(0, of_frame[frames.done], True),
     ), of_frame
 
 
-def _before(opened: Mapping[int, OpenReturn], traj_ids: Tensor, players: int) -> tuple[Tensor, Tensor]:
-    """The lengths ``[G]`` int64 and returns ``[G, players]`` float64 before the batch; 0 for new trajectories."""
-    lengths = torch.zeros_like(traj_ids)
+def _before(opened: Mapping[int, OpenReturn], traj_ids: Tensor, players: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Lengths ``[G]`` int64, returns ``[G, players]`` float64 and starts before the batch; 0 for new trajectories."""
+    lengths, starts = torch.zeros_like(traj_ids), torch.zeros_like(traj_ids)
     returns = torch.zeros((len(traj_ids), players), dtype=torch.float64)
     if not opened:
-        return lengths, returns
+        return lengths, returns, starts
     values = torch.stack([so_far.value.reshape(-1) for so_far in opened.values()])
     if values.shape[1] != players:
         raise ValueError(f"the batch has rewards of {players} players, `previous` of {values.shape[1]}: give one run's")
@@ -233,17 +281,27 @@ def _before(opened: Mapping[int, OpenReturn], traj_ids: Tensor, players: int) ->
     here = torch.isin(known, traj_ids)
     place = torch.searchsorted(traj_ids, known[here])
     lengths[place] = torch.tensor([so_far.length for so_far in opened.values()])[here]
+    starts[place] = torch.tensor([so_far.start for so_far in opened.values()])[here]
     returns[place] = values[here]
-    return lengths, returns
+    return lengths, returns, starts
 
 
 def _unfinished(trajectories: _Trajectories) -> dict[int, OpenReturn]:
-    """The open trajectory of each lane, by id: the one with the highest id, unless it has ended or lacks frames."""
+    """The open trajectory of each lane, by id: the newest one, unless it has ended or lacks frames."""
     lanes, of_trajectory = torch.unique(trajectories.lanes, return_inverse=True)
-    newest = torch.full_like(lanes, -1).scatter_reduce_(0, of_trajectory, trajectories.traj_ids, "amax")
-    goes_on = trajectories.whole & ~trajectories.ended & (trajectories.traj_ids == newest[of_trajectory])
+    number = torch.arange(len(of_trajectory))
+    newest = torch.full_like(lanes, -1).scatter_reduce_(0, of_trajectory, number, "amax")
+    goes_on = trajectories.whole & ~trajectories.ended & (number == newest[of_trajectory])
     ids, lane, length = (column[goes_on].tolist() for column in trajectories[:3])
-    opened = map(OpenReturn, lane, length, _by_player(trajectories.returns[goes_on]).unbind())
+    values, starts = _by_player(trajectories.returns[goes_on]).unbind(), trajectories.starts[goes_on].tolist()
+    return dict(zip(ids, map(OpenReturn, lane, length, values, starts), strict=True))
+
+
+def _away(frames: CountedFrames) -> dict[int, OpenReturn]:
+    """What is known of absent agents, by trajectory id: at which step they may come."""
+    values = _by_player(torch.zeros_like(frames.rewards)).unbind()
+    ids, lanes, starts = (column.tolist() for column in (frames.traj_ids, frames.lanes, frames.steps + 1))
+    opened = map(OpenReturn, lanes, [0] * len(ids), values, starts)
     return dict(zip(ids, opened, strict=True))
 
 

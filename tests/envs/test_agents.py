@@ -1,6 +1,7 @@
 """Several agents: PettingZoo's environments beside a raw loop, and one policy for each group."""
 
 from functools import partial
+from itertools import pairwise
 
 import gymnasium
 import jax.numpy as jnp
@@ -248,8 +249,18 @@ def test_agents_that_come_late_leave_without_a_flag_or_are_never_there():
             assert torch.equal(own["next", "info", "pair"][..., 0] > 0, own["mask"])
             ends = torch.tensor([t % 7 in times[name] and (t % 7 + 1 not in times[name]) for t in range(16)])
             assert torch.equal((own["next", "done"] & ~own["done"])[..., 0], ends.expand(2, 16))
-            if name in ("a_0", "a_1", "b_0"):  # the others do not begin with their lane's episode
-                assert fc.episode_stats(own).lengths.tolist() == {"a_0": [7] * 4, "a_1": [], "b_0": [3] * 4}[name]
+            stays = {"a_0": [7] * 4, "a_1": [], "a_2": [3] * 4, "b_0": [3] * 4, "b_1": [2] * 10}[name]
+            for cuts in ((0, 16), (0, 1, 3, 5, 6, 12, 16), range(17)):
+                parts = [None]
+                for begin, end in pairwise(cuts):
+                    parts.append(fc.episode_stats(own[:, begin:end], parts[-1]))
+                whole = fc.EpisodeStats.concatenate(parts[1:])
+                assert whole.lengths.tolist() == whole.returns.tolist() == stays
+            assert fc.episode_stats(fc.split_trajectories(own)).lengths.sum() == sum(stays)
+            apart = own.clone()  # each stay with an id of its own
+            comes = own["mask"] & ~own["mask"].roll(1, 1)
+            apart["collector", "traj_ids"] = 100 * own["collector", "traj_ids"] + comes.cumsum(1)
+            assert torch.equal(fc.scale_rewards(own)[0], fc.scale_rewards(apart)[0])
     env = fc.envs.from_pettingzoo(partial(Coming, times), num_envs=2, info_keys=["pairs"])
     with pytest.raises(fc.EnvError, match="no info key 'pairs'"):
         collect(env, fc.random_policy(env), 3, seed=0)
