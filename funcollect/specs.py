@@ -284,7 +284,18 @@ class GroupedSpec(ActionSpec):
         ends = np.cumsum([0, *sizes]).tolist()
         return {name: slice(*bounds) for name, bounds in zip(self.groups, pairwise(ends), strict=True)}
 
+    def integers_of(self, name: str) -> bool:
+        """Whether the array holds the integers of a group as floating numbers, since other groups have such."""
+        return self.dtype.is_floating_point and not self.groups[name].action_spec.dtype.is_floating_point
+
+    def rows_of(self, name: str, array: Any) -> Any:
+        """A group's part [..., n, *shape] of an array [..., A] like that of all actions."""
+        group = self.groups[name]
+        return array[..., self.parts[name]].reshape(*array.shape[:-1], group.n, *group.action_spec.shape)
+
     def of_group(self, name: str, action: Any) -> Any:
         """A group's actions [..., n, *shape], from the array [..., A] of all actions."""
-        group = self.groups[name]
-        return action[..., self.parts[name]].reshape(*action.shape[:-1], group.n, *group.action_spec.shape)
+        rows = self.rows_of(name, action)
+        if not self.integers_of(name):
+            return rows
+        return rows.to(self.groups[name].action_spec.dtype) if isinstance(rows, torch.Tensor) else rows.astype(int)

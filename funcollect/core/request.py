@@ -247,8 +247,8 @@ def outputs_of_random(xp: Any, policy: Policy, spec: ActionSpec, action: Any, lo
     if isinstance(spec, GroupedSpec) and isinstance(policy, GroupPolicy):
         outputs: dict[Path, Any] = {("action",): action}
         for name, member in policy.policies.items():
-            of_group = (spec.of_group(name, array) for array in (action, log_prob))
-            own = outputs_of_random(xp, member, policy.spec_of(name, spec), *of_group)
+            own_action, own_log_prob = spec.of_group(name, action), spec.rows_of(name, log_prob)
+            own = outputs_of_random(xp, member, policy.spec_of(name, spec), own_action, own_log_prob)
             outputs |= {(name, *path): value for path, value in own.items()}
         return outputs
     entries = {"action_log_prob": summed(log_prob, action.ndim - len(spec.shape))}

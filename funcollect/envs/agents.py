@@ -19,7 +19,7 @@ from gymnasium.vector.utils import batch_space
 from tensordict import TensorDict
 
 from funcollect.envs.base import box
-from funcollect.envs.plain_spaces import plain_actions
+from funcollect.envs.plain_spaces import AgentsActions, plain_actions
 from funcollect.specs import PLAYER, PRESENT, Group, GroupedSpec, Space, TurnSpec
 from funcollect.tree import NAMESPACE, Path, flatten, there, to_batch
 
@@ -69,9 +69,9 @@ def observation_space(groups: Mapping[str, Group], state: Space | None = None) -
     return spaces.Dict(by_name | ({} if state is None else {STATE: state}))
 
 
-def action_space(groups: Mapping[str, Group]) -> spaces.Dict:
+def action_space(groups: Mapping[str, Group]) -> AgentsActions:
     """The action space of a lane: by group, the actions of its agents [n, ...]."""
-    return spaces.Dict({name: group.joint_space for name, group in groups.items()})
+    return AgentsActions(OrderedDict((name, group.joint_space) for name, group in groups.items()))  # which sorts a dict
 
 
 def stacked(space: Space, rows: Sequence[Any]) -> Any:
@@ -97,7 +97,7 @@ def by_agent(groups: Mapping[str, Group], rows: Mapping[str, Any]) -> dict[str, 
 
 
 def action_spec(groups: Mapping[str, Group], order: Sequence[str]) -> GroupedSpec:
-    """The encoding of all groups' actions as one array; TypeError for groups with different kinds of actions."""
+    """The encoding of all groups' actions as one array; TypeError for integers that it would not hold exactly."""
     return GroupedSpec(plain_actions(action_space(groups)), groups=groups, order=tuple(order))
 
 

@@ -12,7 +12,12 @@ from funcollect.arguments import check_keys, check_positive
 from funcollect.specs import Space, disassemble
 
 STRUCTURED = (spaces.Tuple, spaces.Dict)
+_EXACT = 2**24  # float32 holds all integers up to it
 _CHOICES = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+
+
+class AgentsActions(spaces.Dict):
+    """The actions of groups of agents, of which some may be discrete, and others boxes."""
 
 
 class TextBox(spaces.Box):
@@ -75,9 +80,27 @@ def plain_actions(space: Space) -> Space:
         dtype: Any = np.result_type(*[part.dtype for part in parts]).type
         low, high = (np.concatenate([getattr(part, name).ravel() for part in parts]) for name in ("low", "high"))
         return spaces.Box(low.astype(dtype), high.astype(dtype), dtype=dtype)
+    if isinstance(space, AgentsActions) and (numbers := _numbers(parts)) is not None:
+        return numbers
     known = "a Tuple or Dict of Discrete, MultiDiscrete and MultiBinary, or of boxes with one kind of number"
     mend = "wrap the environment in a gymnasium.ActionWrapper with such a space, whose action(array) makes its own"
     raise TypeError(f"the action space {space} mixes kinds, expected {known}: {mend}")
+
+
+def _numbers(parts: Sequence[Any]) -> Space | None:
+    """A floating Box of the numbers in all parts; None if it would not hold all integers exactly."""
+    lows, highs = [], []
+    for part in parts:
+        start = np.asarray(getattr(part, "start", 0))
+        last = np.asarray(getattr(part, "nvec", getattr(part, "n", 2) if part.shape == () else 2)) - 1
+        pair = (part.low, part.high) if isinstance(part, spaces.Box) else (start, start + last)
+        low, high = (np.broadcast_to(bound, part.shape).ravel() for bound in pair)
+        if part.dtype.kind != "f" and len(low) and max(abs(low).max(), abs(high).max()) > _EXACT:
+            return None
+        lows.append(low)
+        highs.append(high)
+    dtype: Any = np.result_type(np.float32, *(part.dtype for part in parts if part.dtype.kind == "f")).type
+    return spaces.Box(np.concatenate(lows).astype(dtype), np.concatenate(highs).astype(dtype), dtype=dtype)
 
 
 def in_structure(space: Space, parts: Iterator[Any]) -> Any:

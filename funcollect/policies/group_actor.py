@@ -24,7 +24,7 @@ def joined(actions: Sequence[Any], spec: ActionSpec) -> Any:
     if len(actions) == 1:
         return actions[0].to(spec.dtype) if isinstance(actions[0], Tensor) else actions[0]
     if all(isinstance(action, np.ndarray) for action in actions):
-        return np.concatenate(actions, -1)
+        return np.concatenate(actions, -1, dtype=spec.space.dtype, casting="same_kind")
     if any(isinstance(action, Tensor) for action in actions):
         tensors = (one if isinstance(one, Tensor) else torch.from_numpy(np.array(one)) for one in actions)
         return torch.cat([tensor.to(spec.dtype) for tensor in tensors], -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -194,12 +195,27 @@ def draw_actions(xp: Any, spec: ActionSpec, uniform: Any, masks: Any) -> tuple[A
 
     Those of the components of one action add up to its log-probability.
     """
+    if isinstance(spec, GroupedSpec) and any(map(spec.integers_of, spec.groups)):
+        return _of_groups(xp, spec, uniform, masks)
     if spec.categories:
         return _choices(xp, spec, uniform, masks)
     space: Any = spec.space
     if isinstance(space, spaces.MultiBinary):
         return xp.floor_int(2 * uniform), xp.full(uniform.shape, -math.log(2), uniform)
     return (_components if space.dtype.kind == "f" else _integers)(xp, space, uniform)
+
+
+def _of_groups(xp: Any, spec: GroupedSpec, uniform: Any, masks: Any) -> tuple[Any, Any]:
+    """Actions and log-probabilities [..., A] of groups that have discrete actions and floating ones."""
+    actions, log_probs, masks = [], [], iter(masks or ())
+    for name, group in spec.groups.items():
+        joint, own = ActionSpec(group.joint_space), uniform[..., spec.parts[name]]
+        shape = random_noise(joint).shape
+        of_group = [*itertools.islice(masks, len(joint.categories))] or None
+        action, log_prob = draw_actions(xp, joint, own.reshape(*own.shape[:-1], *shape), of_group)
+        actions.append(xp.as_float(action).reshape(own.shape))
+        log_probs.append(log_prob.reshape(own.shape))
+    return xp.concatenate(actions), xp.concatenate(log_probs)
 
 
 def _choices(xp: Any, spec: ActionSpec, uniform: Any, masks: Any) -> tuple[Any, Any]:
