@@ -11,24 +11,22 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import optree
 import torch
 from gymnasium import spaces
 from torch import Tensor
 
 from funcollect.arguments import check_choice, check_flags, check_keys
+from funcollect.envs.arrays import arrays_like
 from funcollect.envs.base import AdaptedEnv, box, checked_start, checked_transition, observer_of
 from funcollect.envs.host.host_env import NOT_RECORDED, SimulatedEnv, bad_outcome, batch_decoder
 from funcollect.envs.jax_envs.jax_env import as_delivered
 from funcollect.errors import EnvError
-from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memory import aligned
 from funcollect.protocols import Env, Outcome, PacedSimulators, Transition
-from funcollect.specs import GroupedSpec, Leaf, Space, TurnSpec, observation_leaves, torch_dtype
+from funcollect.specs import GroupedSpec, Leaf, Space, TurnSpec, observation_leaves
 from funcollect.tree import Path
 
 INPUTS = PREVIOUS_ACTION, PREVIOUS_REWARD, FIRST = "prev_action", "prev_reward", "is_first"
@@ -166,25 +164,11 @@ class _Between:
         vars(observed)["__wrapped__"] = step
         return observed
 
-    def _arrays(self, observation: Any) -> Any:
-        """Array functions in JAX for one lane, or in Torch with an observation's device and number of lanes."""
-        if self.env.backend == "jax":
-            jnp = import_jax().numpy
-            zeros, cast = jnp.zeros, lambda value, dtype: jnp.asarray(value).astype(dtype)
-            return SimpleNamespace(lanes=(), zeros=zeros, cast=cast, sign=jnp.sign)
-        like = optree.tree_leaves(observation)[0]
-        return SimpleNamespace(
-            lanes=like.shape[:1],
-            zeros=lambda shape, dtype: like.new_zeros(shape, dtype=torch_dtype(dtype)),
-            cast=lambda value, dtype: torch.as_tensor(value, dtype=torch_dtype(dtype), device=like.device),
-            sign=torch.sign,
-        )
-
     def begun(self, observation: Any) -> Any:
         """The first observation of an episode, with the inputs."""
         if not self.inputs:
             return observation
-        xp = self._arrays(observation)
+        xp = arrays_like(self.env.backend, observation)
         inputs = {leaf.name: xp.zeros((*xp.lanes, *leaf.shape), leaf.dtype) for leaf in self.leaves()}
         return self._joined(observation, inputs | ({FIRST: ~inputs[FIRST]} if FIRST in inputs else {}))
 
@@ -200,7 +184,7 @@ class _Between:
         """The changed transition; `action` is the one that the environment got."""
         if not (self.inputs or self.clips_rewards):
             return transition
-        xp = self._arrays(transition.observation)
+        xp = arrays_like(self.env.backend, transition.observation)
         reward = xp.cast(transition.reward, np.dtype(np.float32))
         if reward.ndim > len(xp.lanes):
             what = f"{self.env} has the rewards of several players, {list(reward.shape)}"
@@ -209,7 +193,7 @@ class _Between:
             if OWN_REWARD in transition.info:
                 what = f"{self.env} has an info {OWN_REWARD!r}, under which clip_rewards=True records rewards"
                 raise EnvError(f"{what}, expected none: rename it there, or leave clip_rewards out")
-            infos, reward = {**transition.info, OWN_REWARD: reward}, xp.sign(reward)
+            infos, reward = {**transition.info, OWN_REWARD: reward}, xp.module.sign(reward)
             transition = transition._replace(info=infos, reward=reward)
         values = {PREVIOUS_ACTION: action, PREVIOUS_REWARD: reward[..., None], FIRST: xp.zeros((*xp.lanes, 1), _FLAG)}
         inputs = {leaf.name: xp.cast(values[leaf.name], leaf.dtype) for leaf in self.leaves()}

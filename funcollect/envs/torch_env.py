@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -18,8 +19,10 @@ from torch import Tensor
 
 from funcollect.arguments import checked_device
 from funcollect.envs.base import EnvBase, check_pure_functions, observer_of
+from funcollect.envs.by_agents import members_of
 from funcollect.keys import LaneKeys
 from funcollect.protocols import Transition
+from funcollect.specs import Group, Space
 
 
 class TorchEnvBase(EnvBase, ABC):
@@ -29,7 +32,8 @@ class TorchEnvBase(EnvBase, ABC):
     the last argument of both functions, a pytree of tensors; `max_episode_steps`, after which the loop truncates an
     episode; and a function ``observation_of(env_state, params)`` that returns the observation of a state, for
     `funcollect.reset` to states alone. `num_envs` is P, or None for a single environment without a batch dimension;
-    `device` is that of the state, the CPU by default.
+    `device` is that of the state, the CPU by default. Instead of spaces, it may have `groups` of agents and a
+    `state_space`, as `envs.from_functions` takes them, with observations, actions, rewards and flags [P, n, ...].
 
     Raises ValueError for a `num_envs` below 1 or an unknown device, TypeError for a subclass without spaces, or with
     other parameters of `reset` or `step`.
@@ -53,8 +57,12 @@ class TorchEnvBase(EnvBase, ABC):
     backend: Literal["torch"] = "torch"
     max_episode_steps: int | None = None
     params: Any = None
+    groups: Mapping[str, Group] = MappingProxyType({})
+    state_space: Space | None = None
 
     def __init__(self, num_envs: int | None = None, *, device: torch.device | str | None = None) -> None:
+        if self.groups:
+            vars(self).update(members_of(self))
         super().__init__(num_envs)
         check_pure_functions(f"{type(self).__name__}.", self.reset, self.step, observer_of(self))
         self.device = checked_device(device) or torch.device("cpu")
@@ -67,7 +75,7 @@ class TorchEnvBase(EnvBase, ABC):
         """
 
     @abstractmethod
-    def step(self, key: LaneKeys, env_state: Any, action: Tensor, params: Any, /) -> Transition:
+    def step(self, key: LaneKeys, env_state: Any, action: Any, params: Any, /) -> Transition:
         """One step of all lanes with the action [P, ...]: it resets no lane, and writes nothing in place."""
 
 

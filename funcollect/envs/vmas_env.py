@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
 from funcollect.arguments import check_keys, check_optional_positive, check_positive, checked_device
 from funcollect.envs import agents
 from funcollect.envs.base import box, import_extra
+from funcollect.envs.by_agents import AgentsState, lane_of
 from funcollect.envs.torch_vector_env import DeviceVectorEnv, from_torch_vector_env
-from funcollect.specs import Group, Space
+from funcollect.protocols import Transition
+from funcollect.specs import Space
 
 
 def from_vmas(
@@ -33,8 +34,8 @@ def from_vmas(
 ) -> DeviceVectorEnv:
     """An environment over simulators of VMAS, which hold all lanes as tensors on one device.
 
-    A batch has the keys of groups, as that of `from_pettingzoo`, without masks and flags of agents: an episode ends for
-    all. The simulators are seeded once, and can neither be forked nor saved in mid-episode.
+    A batch has the keys of groups, as that of `from_pettingzoo`, without masks: an episode ends for all agents at once.
+    The simulators are seeded once, and can neither be forked nor saved in mid-episode.
 
     Args:
         scenario: a name such as ``"navigation"``, or an instance of VMAS's `BaseScenario`, for one state.
@@ -57,16 +58,15 @@ def from_vmas(
     make = import_extra("vmas", "vmas", "agents").make_env
     build = partial(make, scenario, num_envs, place, seed=0, **kwargs)
     lanes: Callable[[], _Lanes] = partial(_Lanes, build, max_episode_steps, groups, tuple(info_keys))
-    found = lanes().groups
-    keys = [f"{name}.{key}" for name in found for key in (agents.REWARD, *info_keys)]
+    spec = lanes().lane.action_spec
+    keys = [f"{name}.{key}" for name in spec.groups for key in (agents.REWARD, *info_keys)]
     made = from_torch_vector_env(lanes, info_keys=keys)
     label = f"vmas/{scenario if isinstance(scenario, str) else type(scenario).__name__}"
-    order = [name for group in found.values() for name in group.names]
-    return replace(made, label=label, action_spec=agents.action_spec(found, sorted(order)))
+    return replace(made, label=label, action_spec=spec, own_actions=spec.space)
 
 
 class _Lanes:
-    """A simulator of VMAS behind Gymnasium's vector interface; actions and observations are dicts by group."""
+    """A simulator of VMAS behind Gymnasium's vector interface, with the actions and observations of `lane_of`."""
 
     metadata = {"autoreset_mode": "DISABLED"}  # noqa: RUF012
 
@@ -80,10 +80,9 @@ class _Lanes:
         self._names = [agent.name for agent in inner.agents]
         pairs = zip(map(_space_of, seen), map(_action_space, inner.action_space), strict=True)
         of_agents = dict(zip(self._names, pairs, strict=True))
-        self.groups: dict[str, Group] = agents.grouped(of_agents, groups, comes_and_goes=False)
-        self.single_action_space = agents.action_space(self.groups)
-        rows = {name: batch_space(group.observation_space, group.n) for name, group in self.groups.items()}
-        self.single_observation_space = spaces.Dict({name: spaces.Dict(observation=row) for name, row in rows.items()})
+        self._groups = found = agents.grouped(of_agents, groups, comes_and_goes=False)
+        self.lane = lane = lane_of("vmas", found, self._begin, self._move, backend="torch", order=sorted(self._names))
+        self.single_action_space, self.single_observation_space = lane.action_spec.space, lane.observation_space
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
@@ -96,31 +95,33 @@ class _Lanes:
 
     def _by_group(self, rows: Sequence[Any]) -> dict[str, Any]:
         """Stack values by agent, [P, ...] or dicts of these, by group: [P, n, ...]."""
-        return agents.by_group(self.groups, dict(zip(self._names, rows, strict=True)), partial(torch.stack, dim=1))
-
-    def _observed(self, seen: Sequence[Any]) -> dict[str, Any]:
-        return {name: {"observation": rows} for name, rows in self._by_group(seen).items()}
+        return agents.by_group(self._groups, dict(zip(self._names, rows, strict=True)), partial(torch.stack, dim=1))
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return self.lane.reset(seed, options)[1], {}
+
+    def step(self, action: Tensor) -> tuple[Any, ...]:
+        return self.lane.step(None, AgentsState(None, {}), action, None)[1:]
+
+    def _begin(self, seed: int | None, options: Mapping[str, Any] | None) -> tuple[Any, dict[str, Any]]:
         inner = self._inner
         with self._drawing():
             if options is None:
-                return self._observed(inner.reset(seed=seed)), {}
+                return None, self._by_group(inner.reset(seed=seed))
             for lane in options["reset_mask"].nonzero()[:, 0].tolist():
                 inner.reset_at(lane, return_observations=False)
-            return self._observed(inner.get_from_scenario(True, False, False, False)[0]), {}
+            return None, self._by_group(inner.get_from_scenario(True, False, False, False)[0])
 
-    def step(self, action: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    def _move(self, _: Any, state: Any, action: Mapping[str, Tensor], params: Any) -> Transition:
         inner = self._inner
-        actions = agents.by_agent(self.groups, {name: rows.unbind(1) for name, rows in action.items()})
+        actions = agents.by_agent(self._groups, {name: rows.unbind(1) for name, rows in action.items()})
         with self._drawing():
             seen, rewards, terminated, infos = inner.step([actions[name].clone() for name in self._names])
         truncated = terminated & False if self._limit is None else (inner.steps >= self._limit) & ~terminated
-        by_group = {name: {agents.REWARD: reward} for name, reward in self._by_group(rewards).items()}
-        for key in self._keys:
-            for name, value in self._by_group([info[key] for info in infos]).items():
-                by_group[name][key] = value
-        return self._observed(seen), torch.stack(rewards).sum(0), terminated, truncated, by_group
+        by_key = {key: self._by_group([info[key] for info in infos]) for key in self._keys}
+        by_group = {name: {key: rows[name] for key, rows in by_key.items()} for name in self._groups}
+        rows = self._by_group(seen), self._by_group([reward.flatten() for reward in rewards])  # some are [P, 1]
+        return Transition(state, *rows, terminated, truncated, by_group)
 
 
 def _space_of(seen: Any) -> Space:

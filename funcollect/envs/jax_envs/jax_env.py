@@ -18,7 +18,7 @@ from gymnasium import spaces
 from funcollect.arguments import check_choice, check_keys, check_kind, check_num_envs, check_optional_positive
 from funcollect.envs import base
 from funcollect.envs.base import AdaptedEnv, EnvBase, returned
-from funcollect.envs.jax_envs.by_agents import lane_of
+from funcollect.envs.by_agents import lane_of, members_of
 from funcollect.envs.plain_spaces import map_parts
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax, tracing
@@ -66,9 +66,8 @@ class JaxEnvBase(EnvBase, ABC):
 
     def __init__(self, num_envs: int | None = None) -> None:
         if self.groups:
-            lane = lane_of(type(self).__name__, self.groups, self.reset, self.step, state_space=self.state_space)
-            vars(self).update(reset=lane.reset, step=lane.step, observation_space=as_delivered(lane.observation_space))
-            vars(self).update(action_space=lane.action_spec.space, action_spec=lane.action_spec)
+            vars(self).update(members_of(self))
+            self.observation_space = as_delivered(self.observation_space)
         super().__init__(num_envs)
         base.check_pure_functions(f"{type(self).__name__}.", self.reset, self.step, base.observer_of(self))
 
@@ -177,8 +176,9 @@ def from_functions(
         if one_hot or observation_space is not None or action_space is not None:
             what = "groups were given with one_hot=True, observation_space or action_space"
             raise ValueError(f"{what}, expected groups alone, which have spaces: leave the others out")
-        reset, step, observation_space, actions, own = lane_of(name, groups, reset, step, state_space=state_space)
-        info_keys = [*own, *info_keys]
+        own = lane_of(name, groups, reset, step, observation_of=observation_of, state_space=state_space)
+        reset, step, observation_of, observation_space, actions, keys = own
+        info_keys = [*keys, *info_keys]
     common = (observation_space, actions, num_envs, one_hot, info_keys, starts)
     limits = {"max_episode_steps": max_episode_steps, "params": params, "param_keys": param_keys}
     env = jax_env(name, reset, step, *common, **limits, observation_of=observation_of)

@@ -11,7 +11,7 @@ import numpy as np
 from funcollect.arguments import check_flags, check_keys, check_kind
 from funcollect.envs import agents
 from funcollect.envs.agents import STATE
-from funcollect.envs.jax_envs.by_agents import lane_of
+from funcollect.envs.by_agents import lane_of
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
 from funcollect.envs.jax_envs.like_gymnax import gymnax_space
 from funcollect.envs.jax_envs.suites import of_suite, space_like

@@ -13,18 +13,13 @@ import funcollect as fc
 from funcollect.keys import Purpose, key_from_seed
 from tests.envs import test_agents
 from tests.envs.test_agents import POLICIES
+from tests.support.agents import AGENTS, CLOCK, GROUPS, check_frames
 from tests.support.cases import mlp
 from tests.support.compare import assert_close, assert_same, collect
 from tests.support.envs.jax_counting import folded
 from tests.support.running import SCALE, in_soak
 
 LANES, LENGTHS = 3, (15, 15) if SCALE == 1 else (7, 1, 22)  # each length is a program
-GROUPS = {
-    "ant": fc.envs.Group(("ant_0", "ant_1"), spaces.Box(-9, 99, (2,)), spaces.Discrete(3), comes_and_goes=True),
-    "bee": fc.envs.Group(("bee_0",), spaces.Box(-9, 99, (3,)), spaces.Discrete(3), comes_and_goes=True),
-}
-AGENTS = [name for group in GROUPS.values() for name in group.names]
-CLOCK = spaces.Box(0, 99, (1,))
 
 
 def seen(time, ends):
@@ -69,68 +64,18 @@ class Field(fc.envs.JaxEnvBase):
         return fc.envs.Transition(*step(key, state, action, params))
 
 
-class Raw:
-    """One lane by hand: which agents are there, what they see, and how each has ended."""
+def keyed(start, step):
+    """The functions of one lane with the keys of its episodes and steps."""
+    key = jnp.asarray(key_from_seed(1))
 
-    def __init__(self, start, step, key, lane, agents):
-        self.functions, self.key, self.lane, self.agents, self.episode = (start, step), key, lane, agents, -1
-        self.begin()
+    def begin(lane, episode):
+        return start(folded(key, 0, Purpose.RESET, 0, lane, 0, episode))
 
-    def begin(self):
-        self.episode += 1
-        self.state, self.seen = self.functions[0](folded(self.key, 0, Purpose.RESET, 0, self.lane, 0, self.episode))
-        self.over = dict.fromkeys(self.agents, (False, False))
+    def move(lane, t, state, actions):
+        actions = {name: jnp.asarray(action.numpy()) for name, action in actions.items()}
+        return step(folded(key, 0, Purpose.DYNAMICS, 0, lane, 0, t), state, actions)
 
-    def move(self, t, actions):
-        """Whether the lane has ended, and the rewards and observations of those who were there."""
-        key = folded(self.key, 0, Purpose.DYNAMICS, 0, self.lane, 0, t)
-        before = {name for name, over in self.over.items() if not any(over)}
-        self.state, self.seen, reward, ends = self.functions[1](key, self.state, actions)
-        for name, now in ends.items():
-            now = tuple(map(bool, now))
-            self.over[name] = now if name in before or not any(now) else self.over[name]
-        shown = before | {name for name, over in self.over.items() if not any(over)}
-        return {name: reward[name] if name in before else 0 for name in self.agents}, shown
-
-
-def check_frames(env, batch, start, step):
-    """Each frame of a batch [P, T] is that of the raw functions, given its actions; how many lanes ended, and how."""
-    places = {name: (key, row) for key, group in env.groups.items() for row, name in enumerate(group.names)}
-    key, ends = jnp.asarray(key_from_seed(1)), {"terminated": 0, "truncated": 0}
-
-    def rows(leaf, row):
-        return jax.tree.map(lambda value: value[row].numpy(), leaf.to_dict() if hasattr(leaf, "to_dict") else leaf)
-
-    def same(one, two):
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), one, two)
-
-    for lane in range(len(batch)):
-        raw = Raw(start, step, key, lane, [*places])
-        for t, frame in enumerate(batch[lane].unbind(0)):
-            for name, (group, row) in places.items():
-                own, there = frame[group], not any(raw.over[name])
-                assert own["mask"][row] == there
-                expected = jax.tree.map(lambda leaf, there=there: np.asarray(leaf) * there, raw.seen[name])
-                same(rows(own["observation"], row), expected)
-                assert (own["terminated"][row], own["truncated"][row]) == raw.over[name]
-            actions = {name: jnp.asarray(frame[group, "action"][row].numpy()) for name, (group, row) in places.items()}
-            reward, shown = raw.move(t, actions)
-            for name, (group, row) in places.items():
-                own = frame["next", group]
-                same(own["reward"][row, 0].numpy(), np.float32(reward[name]))
-                there = name in shown
-                expected = jax.tree.map(lambda leaf, there=there: np.asarray(leaf) * there, raw.seen[name])
-                same(rows(own["observation"], row), expected)
-                assert (own["terminated"][row], own["truncated"][row]) == raw.over[name]
-                assert own["done"][row] == any(raw.over[name]) == (not own["mask"][row])
-            same(frame["next", "reward"][0].numpy(), np.float32(sum(reward.values())))
-            done = all(map(any, raw.over.values()))
-            terminated = done and all(over[0] for over in raw.over.values())
-            assert (frame["next", "done"], frame["next", "terminated"]) == (done, terminated)
-            if done:
-                ends["terminated" if terminated else "truncated"] += 1
-                raw.begin()
-    return ends
+    return begin, move
 
 
 def raw_start(key):
@@ -159,7 +104,7 @@ def test_the_rows_are_those_of_a_raw_loop(kind):
     assert fc.explain(env, policy).loop == "fused"
     batch = collect(env, policy, *LENGTHS)
     whole = kind == "random"  # for the others, one lane shows that their actions are those that were executed
-    ends = check_frames(env, batch if whole else batch[:1], jax.jit(raw_start), jax.jit(raw_step))
+    ends = check_frames(env, batch if whole else batch[:1], *keyed(jax.jit(raw_start), jax.jit(raw_step)))
     assert sum(ends.values()) > 3 or not whole
     assert batch["next", "ant", "info", "hit"].equal(2 * batch["ant", "action"])
     assert batch["state"].equal(batch["collector", "step"][..., None].float())
@@ -295,7 +240,7 @@ def test_the_frames_are_those_of_jaxmarl(name):
         return after, observed(rows, after), reward, ends
 
     batch = collect(env, fc.random_policy(env), 15, 15)
-    assert sum(check_frames(env, batch, jax.jit(start), jax.jit(step)).values()) > 1
+    assert sum(check_frames(env, batch, *keyed(jax.jit(start), jax.jit(step))).values()) > 1
     for group in env.groups if legal else ():
         mask, action = batch[group, "observation", "action_mask"], batch[group, "action"]
         assert mask.gather(-1, action[..., None])[batch[group, "mask"]].all()

@@ -1,0 +1,82 @@
+"""One lane with groups of agents, made by hand, and its frames beside those of a batch."""
+
+import functools
+
+import jax
+import numpy as np
+from gymnasium import spaces
+
+import funcollect as fc
+
+GROUPS = {
+    "ant": fc.envs.Group(("ant_0", "ant_1"), spaces.Box(-9, 99, (2,)), spaces.Discrete(3), comes_and_goes=True),
+    "bee": fc.envs.Group(("bee_0",), spaces.Box(-9, 99, (3,)), spaces.Discrete(3), comes_and_goes=True),
+}
+AGENTS = [name for group in GROUPS.values() for name in group.names]
+CLOCK = spaces.Box(0, 99, (1,))
+
+
+class Raw:
+    """One lane by hand: which agents are there, what they see, and how each has ended."""
+
+    def __init__(self, start, step, lane, agents):
+        self.functions, self.lane, self.agents, self.episode = (start, step), lane, agents, -1
+        self.begin()
+
+    def begin(self):
+        self.episode += 1
+        self.state, self.seen = self.functions[0](self.lane, self.episode)
+        self.over = dict.fromkeys(self.agents, (False, False))
+
+    def move(self, t, actions):
+        """The rewards, and the agents that were there before or are there now."""
+        before = {name for name, over in self.over.items() if not any(over)}
+        self.state, self.seen, reward, ends = self.functions[1](self.lane, t, self.state, actions)
+        for name, now in ends.items():
+            now = tuple(map(bool, now))
+            self.over[name] = now if name in before or not any(now) else self.over[name]
+        shown = before | {name for name, over in self.over.items() if not any(over)}
+        return {name: reward[name] if name in before else 0 for name in self.agents}, shown
+
+
+def check_frames(env, batch, start, step):
+    """Each frame of a batch [P, T] is that of the raw functions, given its actions; how many lanes ended, and how.
+
+    ``start(lane, episode)`` returns a state and observations by agent; ``step(lane, t, state, actions)``, with actions
+    by agent, the same, rewards and pairs of flags.
+    """
+    places = {name: (key, row) for key, group in env.groups.items() for row, name in enumerate(group.names)}
+    ends = {"terminated": 0, "truncated": 0}
+
+    def rows(leaf, row):
+        return jax.tree.map(lambda value: value[row].numpy(), leaf.to_dict() if hasattr(leaf, "to_dict") else leaf)
+
+    def same(one, two):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), one, two)
+
+    for lane in range(len(batch)):
+        raw = Raw(start, step, lane, [*places])
+        for t, frame in enumerate(batch[lane].unbind(0)):
+            for name, (group, row) in places.items():
+                own, there = frame[group], not any(raw.over[name])
+                assert own["mask"][row] == there
+                expected = jax.tree.map(lambda leaf, there=there: np.asarray(leaf) * there, raw.seen[name])
+                same(rows(own["observation"], row), expected)
+                assert (own["terminated"][row], own["truncated"][row]) == raw.over[name]
+            reward, shown = raw.move(t, {name: frame[group, "action"][row] for name, (group, row) in places.items()})
+            for name, (group, row) in places.items():
+                own = frame["next", group]
+                same(own["reward"][row, 0].numpy(), np.float32(reward[name]))
+                there = name in shown
+                expected = jax.tree.map(lambda leaf, there=there: np.asarray(leaf) * there, raw.seen[name])
+                same(rows(own["observation"], row), expected)
+                assert (own["terminated"][row], own["truncated"][row]) == raw.over[name]
+                assert own["done"][row] == any(raw.over[name]) == (not own["mask"][row])
+            same(frame["next", "reward"][0].numpy(), np.float32(sum(reward.values())))
+            done = all(map(any, raw.over.values()))
+            terminated = done and all(over[0] for over in raw.over.values())
+            assert (frame["next", "done"], frame["next", "terminated"]) == (done, terminated)
+            if done:
+                ends["terminated" if terminated else "truncated"] += 1
+                raw.begin()
+    return ends
