@@ -298,11 +298,11 @@ def test_groups_of_discrete_and_of_floating_actions(make, kind):
     assert {*ants.unique().tolist()} == {0, 1, 2}
     assert bees.abs().max() < 2
     assert len(bees.unique()) > bees.numel() // 2
+    for name, part in policy.policies.items() if kind == "torch" else ():
+        rows = fc.agents_as_rows(batch[:, 4:], name)
+        again, there = fc.evaluate_actions(part, None, rows)["action_log_prob"], rows["mask"]
+        torch.testing.assert_close(again[there], rows["action_log_prob"][there], rtol=1e-4, atol=1e-5)
     if kind != "random":
-        for name, part in policy.policies.items():
-            rows = fc.agents_as_rows(batch[:, 4:], name)
-            again, there = fc.evaluate_actions(part, None, rows)["action_log_prob"], rows["mask"]
-            torch.testing.assert_close(again[there], rows["action_log_prob"][there], rtol=1e-4, atol=1e-5)
         assert (batch["bee", "action_log_prob"][:, :4] == -np.log(4).astype(np.float32)).all()
     if make is IN_TORCH:
         assert "groups" in fc.testing.check_env(make(), steps=30).passed
