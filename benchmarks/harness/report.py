@@ -37,6 +37,8 @@ PACKAGES = (
     "jumanji",
     "pgx",
     "flashbax",
+    "pettingzoo",
+    "mpe2",
 )
 
 
