@@ -31,6 +31,8 @@ LANES, LENGTH, HIDDEN = 4, 16, 32  # of the world model
 class Turns:
     """A contestant of a function that makes frames."""
 
+    actor: Any = None  # of those that learn it
+
     def __init__(self, turn: Turn, close: Callable[[], object] = lambda: None) -> None:
         self.run, self.close = turn, close
 
@@ -105,9 +107,9 @@ class _Deterministic(nn.Module):
 class _Td3:
     """The networks, and one update: of the critics each time, of the actor every second time."""
 
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        env = gymnasium.make(TD3)
+    def __init__(self, env_id: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        env = gymnasium.make(env_id)
         inputs, outputs = env.observation_space.shape[0], env.action_space.shape[0]
         self.actor = _Deterministic(inputs, outputs)
         self._critics = nn.ModuleList([relu_mlp(inputs + outputs, 1) for _ in range(2)])
@@ -135,15 +137,15 @@ class _Td3:
         return nn.ModuleList([self.actor, self._critics])
 
 
-def td3_by_hand() -> Turns:
+def td3_by_hand(env_id: str = TD3, seed: int = 0) -> Turns:
     """One frame with noise, clipped, into the buffer, and a sample out, for each update."""
     from stable_baselines3.common.buffers import ReplayBuffer
 
-    env, learner = gymnasium.make(TD3, disable_env_checker=True), _Td3()
+    env, learner = gymnasium.make(env_id, disable_env_checker=True), _Td3(env_id, seed)
     low, high = env.action_space.low, env.action_space.high
     options: dict[str, Any] = {"device": "cpu", "handle_timeout_termination": False}
     buffer = ReplayBuffer(CAPACITY, env.observation_space, env.action_space, **options)
-    current = [env.reset(seed=0)[0]]
+    current = [env.reset(seed=seed)[0]]
 
     def step() -> None:
         (observation,) = current
@@ -159,15 +161,15 @@ def td3_by_hand() -> Turns:
         after = data.next_observations.float(), data.rewards, data.dones
         learner.update((data.observations.float(), data.actions, *after))
 
-    return _one_frame_at_a_time(step, update, env.close)
+    return _one_frame_at_a_time(step, update, env.close, learner.actor)
 
 
-def td3() -> Turns:
-    env = fc.make_env(TD3, num_envs=1)
-    learner = _Td3()
+def td3(env_id: str = TD3, seed: int = 0) -> Turns:
+    env = fc.make_env(env_id, num_envs=1)
+    learner = _Td3(env_id, seed)
     policy = fc.torch_policy(learner.actor, head=fc.heads.clipped_normal(scale=0.1))
     buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(CAPACITY), batch_size=BATCH)
-    states = [fc.init(env, policy, seed=0)]
+    states = [fc.init(env, policy, seed=seed)]
 
     def step() -> None:
         states[0], batch = fc.step(env, policy, states[0])
@@ -178,10 +180,12 @@ def td3() -> Turns:
         after = data["next", "observation"].float(), data["next", "reward"], data["next", "terminated"].float()
         learner.update((data["observation"].float(), data["action"], *after))
 
-    return _one_frame_at_a_time(step, update, lambda: fc.close(states[0]))
+    return _one_frame_at_a_time(step, update, lambda: fc.close(states[0]), learner.actor)
 
 
-def _one_frame_at_a_time(step: Callable[[], None], update: Callable[[], None], close: Callable[[], object]) -> Turns:
+def _one_frame_at_a_time(
+    step: Callable[[], None], update: Callable[[], None], close: Callable[[], object], actor: nn.Module
+) -> Turns:
     for _ in range(BEFORE):
         step()
 
@@ -191,7 +195,9 @@ def _one_frame_at_a_time(step: Callable[[], None], update: Callable[[], None], c
             update()
         return 20
 
-    return Turns(turn, close)
+    turns = Turns(turn, close)
+    turns.actor = actor
+    return turns
 
 
 def dqn_by_hand() -> Turns:

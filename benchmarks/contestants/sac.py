@@ -21,6 +21,8 @@ GAMMA, TAU = 0.99, 0.005
 FRAMES = 20  # per run
 BEFORE = 1_000  # frames collected before the first update
 Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # observation, action, next observation, reward, terminated
+# From an actor, an environment and a seed: a function that makes and keeps a frame, and returns one that samples.
+Collector = Callable[["Actor", str, int], Callable[[], Callable[[], Batch]]]
 
 
 def network(inputs: int, outputs: int) -> nn.Sequential:
@@ -53,8 +55,8 @@ class Actor(nn.Module):
 class Learner:
     """The networks and one update of each."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        torch.manual_seed(0)
+    def __init__(self, inputs: int, outputs: int, seed: int) -> None:
+        torch.manual_seed(seed)
         self.actor = Actor(inputs, outputs)
         self._critics = nn.ModuleList([network(inputs + outputs, 1) for _ in range(2)])
         self._targets = nn.ModuleList([network(inputs + outputs, 1) for _ in range(2)])
@@ -96,10 +98,11 @@ def descend(optimizer: torch.optim.Optimizer, loss: Any) -> None:
 class Program:
     """`FRAMES` frames per run, each followed by an update unless this is the time before learning."""
 
-    def __init__(self, collect: Callable[[Actor], Callable[[], Callable[[], Batch]]], *, learns: bool) -> None:
-        env = gymnasium.make(ENV)
-        self._learner = Learner(env.observation_space.shape[0], env.action_space.shape[0])
-        self._collect, self._learns = collect(self._learner.actor), learns
+    def __init__(self, collector: Collector, *, learns: bool, env_id: str = ENV, seed: int = 0) -> None:
+        env = gymnasium.make(env_id)
+        self._learner = Learner(env.observation_space.shape[0], env.action_space.shape[0], seed)
+        self.actor = self._learner.actor
+        self._collect, self._learns = collector(self.actor, env_id, seed), learns
         for _ in range(BEFORE):
             self._collect()
 
@@ -114,14 +117,14 @@ class Program:
         pass
 
 
-def by_hand(actor: Actor) -> Callable[[], Callable[[], Batch]]:
+def by_hand(actor: Actor, env_id: str, seed: int) -> Callable[[], Callable[[], Batch]]:
     """A function that makes and keeps one frame, and returns one that samples."""
     from stable_baselines3.common.buffers import ReplayBuffer
 
-    env = gymnasium.make(ENV, disable_env_checker=True)
+    env = gymnasium.make(env_id, disable_env_checker=True)
     options: dict[str, Any] = {"device": "cpu", "handle_timeout_termination": False}
     buffer = ReplayBuffer(CAPACITY, env.observation_space, env.action_space, **options)
-    observation = env.reset(seed=0)[0]
+    observation = env.reset(seed=seed)[0]
 
     def sample() -> Batch:
         data = buffer.sample(BATCH)
@@ -139,14 +142,14 @@ def by_hand(actor: Actor) -> Callable[[], Callable[[], Batch]]:
     return collect
 
 
-def ours(actor: Actor) -> Callable[[], Callable[[], Batch]]:
+def ours(actor: Actor, env_id: str, seed: int) -> Callable[[], Callable[[], Batch]]:
     """The same with `funcollect.step` and our buffer."""
     import funcollect as fc
 
-    env = fc.make_env(ENV, num_envs=1)
+    env = fc.make_env(env_id, num_envs=1)
     policy = fc.torch_policy(actor, head=fc.heads.tanh_normal)
     buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(CAPACITY), batch_size=BATCH)
-    state = fc.init(env, policy, seed=0)
+    state = fc.init(env, policy, seed=seed)
 
     def sample() -> Batch:
         data = buffer.sample()

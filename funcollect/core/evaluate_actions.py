@@ -18,7 +18,7 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memo import memo_of
 from funcollect.keys import key_from_seed
 from funcollect.messages import kind_of, shown
-from funcollect.policies.base import read_answer, recurrent_names, split_recurrent
+from funcollect.policies.base import policies_of, read_answer, recurrent_names, split_recurrent
 from funcollect.policies.by_group import GroupPolicy
 from funcollect.policies.by_player import PlayerPolicy
 from funcollect.policies.checks import checked_lead
@@ -117,13 +117,16 @@ def evaluate_actions(
 
 
 def check_arguments(policy: Policy, batch: Any, env: Env | None) -> None:
-    """Raise TypeError if `batch` is no batch or `env` no environment, and for a population."""
+    """Raise TypeError if `batch` is no batch or `env` no environment, and for a population or a policy of policies."""
     check_kind("batch", batch, (Mapping, TensorDictBase), "pass a batch from rollout or a collector")
     if env is not None and not is_env(env):
         raise TypeError(f"env is {kind_of(env)}, expected an Env or None: pass the environment of the batch")
     if isinstance(policy.source if isinstance(policy, LoweredPolicy) else policy, Population):
         mend = "pass that with its own parameters and lanes of the batch, all under jax.vmap or torch.func.vmap"
         raise TypeError(f"policy is a population, expected one member: {mend}")
+    if policies_of(policy)[0] is not policy:
+        mend = "pass policy.policies[group] with agents_as_rows(batch, group), or a player's with player_trajectories"
+        raise TypeError(f"policy is made of policies, expected the one of a group or a player: {mend}")
 
 
 def _by_head(

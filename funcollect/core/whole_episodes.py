@@ -63,6 +63,7 @@ def evaluate(
     """
     check_positive("episodes", episodes)
     check_positive("max_frames", max_frames)
+    check_kind("group", group, (str, type(None)), "name one group")
     if kept := statistics_of(env):
         mend = "use funcollect.normalized and scale_rewards, or wrappers frozen with a copy of the trained statistics"
         raise EvaluationError(f"{env} cannot be evaluated: {kept}, which new simulators lack: {mend}")

@@ -38,6 +38,7 @@ def agents_as_rows(batch: TensorDictBase, group: str) -> TensorDict:
     (torch.Size([2, 3, 8]), torch.Size([2, 3, 8, 16]))
     """
     check_kind("batch", batch, TensorDictBase, "pass the batch of a rollout")
+    check_kind("group", group, str, "name one group, and call this for each of several")
     split.check_single_steps(batch)
     batch = next_observations(batch)
     rewards = flatten(batch.get("next", {}))

@@ -377,6 +377,8 @@ def test_an_evaluation_has_the_returns_of_each_agent():
     assert len({*parts[0].lengths.tolist()}) > 1
     with pytest.raises(ValueError, match=r"group is 'cat', expected one of \['ant', 'bee'\]"):
         fc.evaluate(env, policy, episodes=1, seed=0, group="cat")
+    with pytest.raises(TypeError, match=r"group is \['ant'\], expected str.*: name one"):
+        fc.evaluate(env, policy, episodes=1, seed=0, group=["ant"])
 
 
 def test_rewards_of_groups_are_summed_by_agent():
@@ -423,6 +425,7 @@ def test_when_a_lane_ends(done):
     (lambda: fc.by_group(3), TypeError, "policies is"),
     (lambda: fc.by_group(dict.fromkeys(("a", "a.b"), jax_policy(2))), ValueError, r"\['a.b'\], expected no dots"),
     (lambda: fc.by_group(head(jax_policy(3)), together=["cat"]), ValueError, r"together names \['cat'\]"),
+    (lambda: fc.evaluate_actions(fc.by_group(head(jax_policy(3))), None, {}), TypeError, "made of policies.*agents_as"),
     (lambda: collect(made(), fc.by_group({"ant": jax_policy(2)}), 3), ValueError, r"the groups \['ant', 'bee'\]"),
     (lambda: collect(fc.make_env("CartPole-v1"), fc.by_group(head(jax_policy(3))), 3), ValueError, "no groups of"),
 ])  # fmt: skip
