@@ -203,7 +203,7 @@ def check_scalar(name: str, value: float | Tensor) -> None:
 def check_priorities(given: Floats, weights_of: Callable[[Any], Any], most: float) -> float:
     """The highest of these priorities; ValueError for one below 0, infinite, or whose weight is not below `most`."""
     lowest, highest = (float(given.min()), float(given.max())) if len(given) else (0.0, 0.0)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         weighs = weights_of(np.float64(highest)) < most
     if not (lowest >= 0 and highest < np.inf and weighs):
         what = f"priorities lie between {lowest} and {highest}, expected finite numbers of at least 0, and a finite sum"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import optree
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 from typing_extensions import override
@@ -281,8 +281,9 @@ def _as_dict(item: Any) -> Any:
 
 
 def _of_tensors(item: Any) -> bool:
-    """Whether this is a TensorDict of nothing but tensors, also in nested ones; not a lazy stack."""
-    return type(item) is TensorDict and all(isinstance(leaf, Tensor) or _of_tensors(leaf) for leaf in item.values())
+    """Whether this is a TensorDict of tensors and single objects, also in nested ones; not a lazy stack."""
+    leaves = (Tensor, NonTensorData)
+    return type(item) is TensorDict and all(isinstance(leaf, leaves) or _of_tensors(leaf) for leaf in item.values())
 
 
 def _not_plain(item: Any) -> Iterator[Any]:
