@@ -17,7 +17,7 @@ from funcollect.specs import torch_dtype
 from funcollect.tree import NAMESPACE
 
 
-class Arrays(NamedTuple):
+class ArrayFunctions(NamedTuple):
     """Functions of `jax.numpy` or of Torch."""
 
     module: Any  # `jax.numpy` or `torch`
@@ -27,15 +27,15 @@ class Arrays(NamedTuple):
     cast: Callable[..., Any]  # of a value and a NumPy dtype
 
 
-def arrays_like(backend: Backend, observation: Any) -> Arrays:
+def arrays_like(backend: Backend, observation: Any) -> ArrayFunctions:
     """The functions for this backend; in Torch they have the device and the number of lanes of an observation."""
     if backend == "jax":
         jnp = import_jax().numpy
-        return Arrays(jnp, (), jnp.zeros, jnp.asarray, lambda value, dtype: jnp.asarray(value).astype(dtype))
+        return ArrayFunctions(jnp, (), jnp.zeros, jnp.asarray, lambda value, dtype: jnp.asarray(value).astype(dtype))
     like = next(iter(optree.tree_leaves(observation, namespace=NAMESPACE)), None)
     if not isinstance(like, Tensor):
         raise EnvError(f"the observation of an environment in Torch holds {form(like)}, expected tensors: return these")
-    return Arrays(
+    return ArrayFunctions(
         module=torch,
         lanes=(*like.shape[:1],),
         zeros=lambda shape, dtype: like.new_zeros(shape, dtype=torch_dtype(dtype)),

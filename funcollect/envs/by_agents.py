@@ -13,7 +13,7 @@ import numpy as np
 from funcollect.arguments import check_kind
 from funcollect.envs import agents
 from funcollect.envs.agents import FLAGS, REWARD, STATE
-from funcollect.envs.arrays import Arrays, arrays_like
+from funcollect.envs.arrays import ArrayFunctions, arrays_like
 from funcollect.envs.base import check_pure_functions, checked_start, fields_of, observer_of
 from funcollect.errors import EnvError
 from funcollect.messages import dtypes_and_shapes, form
@@ -173,7 +173,7 @@ def _by_group(groups: Mapping[str, Group], value: Any, what: str) -> ByGroup:
     return value
 
 
-def _of_agents(xp: Arrays, value: Any, group: Group, what: str) -> Any:
+def _of_agents(xp: ArrayFunctions, value: Any, group: Group, what: str) -> Any:
     """Numbers [..., n] of agents, from these or from one [...] for all; EnvError for another shape."""
     if value.shape not in (xp.lanes, (*xp.lanes, group.n)):
         wanted = f"{[*xp.lanes, group.n]}, a number for each agent, or {[*xp.lanes]}"
@@ -182,7 +182,7 @@ def _of_agents(xp: Arrays, value: Any, group: Group, what: str) -> Any:
     return xp.module.broadcast_to(value, (*xp.lanes, group.n))
 
 
-def _flags(groups: Mapping[str, Group], xp: Arrays, value: Any, source: str) -> ByGroup:
+def _flags(groups: Mapping[str, Group], xp: ArrayFunctions, value: Any, source: str) -> ByGroup:
     """One kind of flags by group, [..., n] bool each, from flags by group, or from one flag [...] for all agents."""
     rows = value if isinstance(value, Mapping) else dict.fromkeys(groups, value)
     rows, flags = _by_group(groups, rows, f"flag {source}"), {}
