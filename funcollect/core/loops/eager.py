@@ -82,17 +82,13 @@ class Stepper:
     def begin(self) -> None:
         """Begin to use the state, which may be possible only once; by now, bad arguments have raised."""
 
-    def record(self, t: int) -> None:
-        """Record the observations that the policy reads at step `t`, before it can write into them."""
-        for column, row in self.roots:
-            column[t] = row
-
     def make_steps(self, act: Callable[[Any], Any], restart: Callable[[Any], None]) -> None:
         """Make the steps of a rollout, and give a sign of life at each to a parent that waits for this process."""
-        record, step, signs = self.record, self.step, SIGNS.count
+        roots, step, signs = self.roots, self.step, SIGNS.count
         for t in range(self.request.length):
             signs[0] += 1
-            record(t)
+            for column, row in roots:  # before the policy can write into what it reads
+                column[t] = row
             begun = step(t, act(t))
             if begun is not None:
                 restart(begun)

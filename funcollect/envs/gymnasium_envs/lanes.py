@@ -78,7 +78,7 @@ def own_spaces(env: Any) -> tuple[Space, Space]:
     return getattr(env, "own_spaces", None) or (env.observation_space, env.action_space)
 
 
-def _decoder(spec: ActionSpec, own: Space) -> Callable[[Any], Sequence[Any]]:
+def _decoder(spec: ActionSpec, own: Space, num_lanes: int) -> Callable[[Any], Sequence[Any]]:
     """A function from a batch's action [P, ...] to P actions of the types that `sample` returns, copied each time."""
     batch: Callable[[Any], Any] = batch_decoder(spec)
     if isinstance(own, STRUCTURED):
@@ -90,6 +90,8 @@ def _decoder(spec: ActionSpec, own: Space) -> Callable[[Any], Sequence[Any]]:
     number = _Numbers(np.dtype(spec.space.dtype).type).__getitem__
     if spec.one_hot:
         return lambda action: [*map(number, batch(action).tolist())]
+    if num_lanes == 1:
+        return lambda action: [number(action.item())]
     return lambda action: [*map(number, action.tolist())]
 
 
@@ -102,7 +104,7 @@ class Lanes(SimulatorsBase):
         self._resets: list[Callable[..., Any]] = [lane.reset for lane in lanes]
         self._alone = self._steps[0] if len(lanes) == 1 else None  # the `step` of the only lane
         self._space = own_spaces(env)[1]
-        self._decode = _decoder(env.action_spec, self._space)
+        self._decode = _decoder(env.action_spec, self._space, len(lanes))
         self._info_keys = env.info_keys
         self._dotted = any("." in key for key in env.info_keys)
         self._first_lane = env.first_lane
