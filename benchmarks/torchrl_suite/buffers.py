@@ -41,25 +41,22 @@ def adapt(fc, used):
 
 def _transforms_of_samples(buffer):
     """Apply transforms as samples are drawn: "apply transforms of samples to the sample"."""
-    plain, sample = buffer.__init__, buffer.sample
+    plain = buffer.__init__
 
     @functools.wraps(plain)
     def init(self, *, transform=None, **options):
-        self._transform = transform
-        plain(self, transform=getattr(transform, "inv", None), **options)
-
-    def transformed(self, *arguments, return_info=False, **options):
-        batch, info = sample(self, *arguments, return_info=True, **options)
-        batch = batch if self._transform is None else self._transform(batch)
-        return (batch, info) if return_info else batch
+        plain(self, transform=getattr(transform, "inv", None), sample_transform=transform, **options)
 
     def insert(self, index, transform):
         if index:
             raise ValueError("only at the beginning")
-        self._transform = _both(transform, self._transform)
+        self.sample_transform = _both(transform, self.sample_transform)
 
-    buffer.__init__, buffer.sample, buffer.insert_transform = init, transformed, insert
-    buffer.append_transform = lambda self, transform: setattr(self, "_transform", _both(self._transform, transform))
+    buffer.__init__, buffer.insert_transform = init, insert
+    buffer._transform = property(lambda self: self.sample_transform)
+    buffer.append_transform = lambda self, transform: setattr(
+        self, "sample_transform", _both(self.sample_transform, transform)
+    )
 
 
 def _both(first, then):

@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.buffers.editing import note_written
+from funcollect.buffers.indices import SampleIndices, wanted_size
 from funcollect.buffers.keywords import part_of
 from funcollect.buffers.replay import ReplayBuffer
 from funcollect.buffers.samplers import PrioritizedSampler
@@ -81,12 +82,14 @@ class TensorDictReplayBuffer(ReplayBuffer):
     @override
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """See `ReplayBuffer.sample`; with ``include_info=False``, the sample has no key ``index``."""
-        batch, info = super().sample(batch_size, return_info=True)
-        if self.sample_transform is None:
-            batch = self._labelled(batch, {} if include_info is False else info)
-        elif include_info is False:
-            batch = batch.exclude(*info)
+        batch, info, _ = self.sampled(wanted_size(batch_size, self.batch_size))
+        batch = batch.exclude(*info) if include_info is False else batch
         return (batch, info) if return_info else batch
+
+    @override
+    def sampled(self, batch_size: int, with_info: bool = True) -> tuple[Any, dict[str, Tensor], SampleIndices]:
+        batch, info, drawn = super().sampled(batch_size)
+        return batch if self.sample_transform is not None else self._labelled(batch, info), info, drawn
 
     @override
     def _finished(self, batch: Any, info: Mapping[str, Tensor]) -> Any:

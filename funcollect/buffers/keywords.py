@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
@@ -80,9 +81,12 @@ def takes_foreign(kind: str) -> Callable[[Init], Init]:
 
 
 def part_of(name: str, part: Any) -> Any:
-    """A storage or sampler of no buffer yet, or the result of a function; TypeError or ValueError for other objects."""
+    """A storage or sampler of no buffer yet, or what a function or class makes; TypeError or ValueError for others."""
     method, example = _PARTS[name]
-    if callable(part) and not isinstance(part, type) and not hasattr(part, method):
+    if isinstance(part, type):
+        with contextlib.suppress(TypeError):  # which needs arguments
+            part = part()
+    elif callable(part) and not hasattr(part, method):
         part = part()
     if isinstance(part, type) or not hasattr(part, method):
         raise TypeError(f"{name} is {kind_of(part)}, expected a {name} of funcollect: pass for example {example}")

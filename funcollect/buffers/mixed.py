@@ -81,16 +81,22 @@ class MixedBuffers:
         """
         ends = np.cumsum(self.fractions) * wanted_size(batch_size, self.batch_size)
         counts = np.diff(ends.round().astype(np.int64), prepend=0).tolist()
-        batches, infos, written = [], [], list[int | None]([0] * len(counts))
-        for number, (buffer, count) in enumerate(zip(self.buffers, counts, strict=True)):
-            if count:
-                batch, info = buffer.sample(count, return_info=True)
-                slots, written[number] = info["index"], buffer.written_at(info["index"])
-                weight = info.get("priority_weight", torch.ones(slots.shape, device=slots.device))
-                index = torch.where(slots < 0, slots, slots + self._begin[number])
-                infos.append({"index": index, "buffer": torch.full_like(slots, number), "priority_weight": weight})
-                batches.append(batch)
-        joined, whole = {key: torch.cat([info[key] for info in infos]) for key in infos[0]}, _concatenated(batches)
+        drawn, infos, written = [], [], list[int | None]([0] * len(counts))
+        try:
+            for number, (buffer, count) in enumerate(zip(self.buffers, counts, strict=True)):
+                if count:
+                    drawn.append((buffer, *buffer.sampled(count)))
+                    info = drawn[-1][2]
+                    slots, written[number] = info["index"], buffer.written_at(info["index"])
+                    weight = info.get("priority_weight", torch.ones(slots.shape, device=slots.device))
+                    index = torch.where(slots < 0, slots, slots + self._begin[number])
+                    infos.append({"index": index, "buffer": torch.full_like(slots, number), "priority_weight": weight})
+            whole = _concatenated([batch for _, batch, _, _ in drawn])
+        except BaseException:
+            for buffer, _, _, own in drawn:
+                buffer.give_back(own)
+            raise
+        joined = {key: torch.cat([info[key] for info in infos]) for key in infos[0]}
         note_written(joined["index"], tuple(written))
         if all(isinstance(buffer, TensorDictReplayBuffer) for buffer in self.buffers):
             whole["index"] = spread(joined["index"], whole)  # in place of each buffer's own slots

@@ -151,17 +151,34 @@ class ReplayBuffer(FramesByIndex):
         With `return_info`, a dict comes with it: ``"index"``, the slots [N], where padding has -1, and the entries of
         the sampler. ValueError if there is no batch size, the buffer is empty, or no trajectory is as long as a slice.
         """
-        wanted = wanted_size(batch_size, self.batch_size)
-        if self._pool is None:
+        batch, info, _ = self.sampled(wanted_size(batch_size, self.batch_size), return_info)
+        return (batch, info) if return_info else batch
+
+    def sampled(self, batch_size: int, with_info: bool = True) -> tuple[Any, dict[str, Tensor], SampleIndices]:
+        """A sample, what `return_info` adds, and what was drawn; if this raises, `give_back` gets what was drawn."""
+        if self._pool is not None:
+            return self._take_prefetched(batch_size, self._pool)
+        drawn: SampleIndices | None = None
+        try:
             with self._lock:
-                drawn = self.sampler.draw(self._memory, wanted, self._random_source)
-                drawn = drawn if self.relabel is None else self.relabel(self._memory, drawn, self._random_source)
-                batch, info = self._gathered(drawn, return_info)
+                drawn = self._draw(batch_size)
+                batch, info = self._gathered(drawn, with_info)
             if self.collate_fn is not None or self.sample_transform is not None:
                 batch = self._finished(batch, info)
-        else:
-            batch, info = self._take_prefetched(wanted, self._pool)
-        return (batch, info) if return_info else batch
+        except BaseException:
+            self.give_back(drawn)
+            raise
+        return batch, info, drawn
+
+    def _draw(self, batch_size: int) -> SampleIndices:
+        drawn = self.sampler.draw(self._memory, batch_size, self._random_source)
+        return drawn if self.relabel is None else self.relabel(self._memory, drawn, self._random_source)
+
+    def give_back(self, drawn: SampleIndices | None) -> None:
+        """Let the sampler draw the frames of a sample again that nobody got."""
+        with self._lock:
+            if drawn is not None:
+                self.sampler.give_back(drawn)
 
     def _finished(self, batch: Any, info: Mapping[str, Tensor]) -> Any:
         batch = batch if self.collate_fn is None else self.collate_fn(batch)
@@ -199,7 +216,9 @@ class ReplayBuffer(FramesByIndex):
         batch = drawn.finish(self.storage.read(drawn.slots, drawn.mask))
         return batch, {"index": self._index(drawn.index), **drawn.info} if with_info else {}
 
-    def _take_prefetched(self, batch_size: int, pool: ThreadPoolExecutor) -> _Sample:
+    def _take_prefetched(
+        self, batch_size: int, pool: ThreadPoolExecutor
+    ) -> tuple[Any, dict[str, Tensor], SampleIndices]:
         """Wait for the oldest prepared sample that is still up to date; threads prepare others meanwhile."""
         while True:
             with self._lock:
@@ -208,12 +227,16 @@ class ReplayBuffer(FramesByIndex):
                     self._kind_ahead = kind
                 while len(self._ahead) <= self._prefetch and not (self._ahead and self.sampler.ran_out(batch_size)):
                     # The sample is drawn here, so that the generator is used in the order of the calls.
-                    drawn = self.sampler.draw(self._memory, batch_size, self._random_source)
-                    drawn = drawn if self.relabel is None else self.relabel(self._memory, drawn, self._random_source)
+                    drawn = self._draw(batch_size)
                     self._ahead.append((drawn, pool.submit(self._gather_if_current, drawn, self.state)))
-                _, first = self._ahead.popleft()
-            if (sample := first.result()) is not None:
-                return sample
+                drawn, first = self._ahead.popleft()
+            try:
+                sample = first.result()
+            except BaseException:
+                self.give_back(drawn)
+                raise
+            if sample is not None:
+                return *sample, drawn
 
     def _gather_if_current(self, drawn: SampleIndices, state: ring.RingState) -> _Sample | None:
         with self._lock:  # None if the buffer has changed since the sample was drawn

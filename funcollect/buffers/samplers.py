@@ -316,7 +316,7 @@ class RecentSampler(RandomSampler):
         self._versions: Ints  # by slot
         self._used: Bools  # by slot
         self._newest: int  # the highest version so far
-        self._read: int  # the number of frames whose versions were read
+        self._read, self._edits = 0, 0  # the number of frames whose versions were read, and the storage's edits then
         self._left: Ints | None  # with `once`: the slots left in the round; None if a new round has to begin
         self.load({})
 
@@ -343,14 +343,16 @@ class RecentSampler(RandomSampler):
         """Read the versions of the frames that were written since the last call."""
         if len(self._versions) != memory.capacity:
             self._versions, self._used = np.zeros(memory.capacity, np.int64), np.zeros(memory.capacity, np.bool_)
-        slots = np.arange(max(self._read, memory.written - len(memory)), memory.written) % memory.capacity
+        fresh = np.arange(max(self._read, memory.written - len(memory)), memory.written) % memory.capacity
+        edits = -1 if self.max_age is None else cast(Any, memory).storage.edits  # a reader takes other samplers
+        slots = fresh if edits == self._edits else np.arange(len(memory))  # `update` may change versions
         if self.max_age is not None and len(slots):
-            columns = cast(Any, memory).storage.numbers(slots)  # a reader, whose view has none, takes other samplers
+            columns = cast(Any, memory).storage.numbers(slots)
             if (column := columns.get(VERSION)) is None:
                 what = f"frames have the numbers {sorted(map(readable, columns))}, expected {readable(VERSION)}"
                 raise ValueError(f"{what}: store batches of collectors whole, or pass max_age=None")
             self._versions[slots], self._newest = column.numpy(), max(self._newest, int(column.max()))
-        self._used[slots], self._read = False, memory.written
+        self._used[fresh], self._read, self._edits = False, memory.written, edits
 
     def _recent(self, slots: Ints) -> Bools:
         newest = self._newest if self.policy_version is None else self.policy_version

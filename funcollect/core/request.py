@@ -251,10 +251,14 @@ def outputs_of_random(xp: Any, policy: Policy, spec: ActionSpec, action: Any, lo
             own = outputs_of_random(xp, member, policy.spec_of(name, spec), own_action, own_log_prob)
             outputs |= {(name, *path): value for path, value in own.items()}
         return outputs
-    entries = {"action_log_prob": summed(log_prob, action.ndim - len(spec.shape))}
-    for head in filter(None, map(head_of, policies_of(policy))):
-        entries |= head.record(xp, action, spec)
-    return {(name,): value for name, value in {**entries, "action": action}.items()}
+    joint = summed(log_prob, action.ndim - len(spec.shape))
+    entries: dict[Path, Any] = {("action_log_prob",): joint}
+    for member in policies_of(policy):
+        if isinstance(member, TensorDictPolicy):
+            entries |= dict.fromkeys(member.log_prob_paths, joint)
+        elif (head := head_of(member)) is not None:
+            entries |= {(name,): value for name, value in head.record(xp, action, spec).items()}
+    return {**entries, ("action",): action}
 
 
 def own_action_warning(policy: Policy, random_frames: int | None) -> str:

@@ -147,7 +147,7 @@ def put_random(columns: Columns, drawn: Columns, rows: Any) -> None:
     nodes = {path[:-1] for path, column in columns.items() if column is action}  # of a nested action, too
     for path, column in columns.items():
         if (value := drawn.get(path, drawn.get(path[-1:]) if path[:-1] in nodes else None)) is not None:
-            column[rows] = (in_shares(value, column.shape) if path[-1] == "action_log_prob" else value)[rows]
+            column[rows] = (in_shares(value, column.shape) if value.ndim < column.ndim else value)[rows]
 
 
 def _draw(spec: ActionSpec, uniform: Tensor, observation: Any) -> tuple[Tensor, Tensor]:

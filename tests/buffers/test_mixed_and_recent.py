@@ -179,6 +179,50 @@ def test_each_frame_is_consumed_once(prefetch, max_age, tmp_path):
         assert each.sample()["x"].tolist() == [200]
 
 
+ONCE = {
+    "recent": lambda: fc.RecentSampler(once=True),
+    "rounds": fc.SamplerWithoutReplacement,
+    "rounds of slices": lambda: fc.SliceSamplerWithoutReplacement(slice_len=1, traj_key="x"),
+}
+
+
+@pytest.mark.parametrize("prefetch", [None, 3])
+@pytest.mark.parametrize("name", ONCE)
+def test_frames_of_a_sample_that_fails_are_drawn_again(name, prefetch):
+    failures = iter([True, False, True] * 20)
+
+    def sometimes(batch):
+        if next(failures):
+            raise ArithmeticError
+        return batch
+
+    def until_the_end(sampled):
+        seen = []
+        while len(seen) < 12:
+            try:
+                seen += sampled.sample()["x"].tolist()
+            except (ArithmeticError, ValueError):
+                online.extend(numbers(1, 50))
+        return [x for x in seen if x < 50]
+
+    online = filled(numbers(0), 20)
+    options = {"batch_size": 4, "prefetch": prefetch}
+    for transform, mixes in ((sometimes, False), (sometimes, True), (None, True)):  # `online` is empty at first
+        buffer = filled(numbers(12), 12, ONCE[name], sample_transform=transform, **options)
+        found = until_the_end(fc.mix(buffer, online, batch_size=8) if mixes else buffer)
+        assert sorted(found) == sorted({*found})
+        assert mixes or len(found) == 12
+        online.empty()
+
+
+def test_versions_that_an_update_changes():
+    buffer = filled(versioned(0, [0, 0, 1, 1, 2, 2]), 6, fc.RecentSampler(max_age=0), batch_size=20)
+    for change, young in (([2, 0], {0, 4, 5}), ([3, 3], {0, 1})):
+        assert {*buffer.sample()["x"].tolist()} <= {0, 1, 4, 5}
+        buffer.update(torch.tensor([0, 1]), {("collector", "policy_version"): torch.tensor(change)})
+        assert {*buffer.sample(200)["x"].tolist()} == young
+
+
 def test_frames_without_versions():
     buffer = filled(numbers(4), 4, fc.RecentSampler(max_age=0))
     with pytest.raises(ValueError, match=r"numbers \['x'\], expected collector.policy_version"):

@@ -47,7 +47,7 @@ NOT_NONE = {
     "ExplorationType": ["random", 0, True],
     "Policy": [0, "x", nn.Linear(4, 2)],
     "Storage | Callable[[], Storage]": [0, "x", fc.LazyTensorStorage],
-    "Sampler | Callable[[], Sampler]": [0, "x", fc.RandomSampler],
+    "Sampler | Callable[[], Sampler]": [0, "x", fc.MultiStepSampler],
     "float | torch.Tensor": ["x", True, [0.5], {}],
     "bool | int | Sequence[bool | int]": ["x", 2.5, (1, 2, 3)],
     "Head": [0, "x", True],

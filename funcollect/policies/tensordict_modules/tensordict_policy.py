@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from tensordict.nn import TensorDictModule, set_interaction_type
+from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule, set_interaction_type
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -22,7 +22,7 @@ from funcollect.policies.tensordict_modules.calling import INIT, batched, by_pat
 from funcollect.policies.torch_modules.torch_backed import Compiler, TorchBacked, TorchPolicyState, check_module
 from funcollect.protocols import Actor, ActorInputs, Columns
 from funcollect.specs import RESERVED, ExplorationType
-from funcollect.tree import Path, key_of, nest, select
+from funcollect.tree import Path, as_path, key_of, nest, select
 
 _WORTH_WATCHING = 16  # the fewest steps of a rollout for which a policy is called by its parts
 
@@ -85,6 +85,14 @@ class TensorDictPolicy(TorchBacked):
     def reads_init(self) -> bool:
         """Whether the module reads ``is_init``."""
         return INIT in paths_of(self.module, "in_keys")
+
+    @property
+    def log_prob_paths(self) -> list[Path]:
+        """Where the module writes the log-probability of its action, under names of its own."""
+        parts = self.module.modules() if isinstance(self.module, nn.Module) else ()
+        drawing = [part for part in parts if isinstance(part, ProbabilisticTensorDictModule) and part.return_log_prob]
+        pairs = [[*map(as_path, part.out_keys)] for part in drawing if len(part.out_keys) == 2]
+        return [log_prob for action, log_prob in pairs if action[-1] == "action"]
 
     @override
     def remembers(self, policy_state: Any, /) -> bool:

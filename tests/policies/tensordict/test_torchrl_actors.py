@@ -229,23 +229,23 @@ def test_a_nested_action_is_the_action():
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "gymnax/CartPole-v1"])
-@pytest.mark.parametrize("sampled", [True, False])
-def test_a_nested_action_is_the_executed_one(name, sampled):
+@pytest.mark.parametrize("log_prob", ["action_log_prob", "old_log_prob", None])
+def test_a_nested_action_is_the_executed_one(name, log_prob):
     logits = TensorDictModule(nn.Linear(4, 2), ["observation"], [("agents", "logits")])
     keys = {"in_keys": [("agents", "logits")], "out_keys": [("agents", "action")]}
     last = TensorDictModule(lambda x: (x[..., 0] > 1).long(), **keys)
-    if sampled:
-        keys |= {"return_log_prob": True, "log_prob_key": ("agents", "action_log_prob")}
+    if log_prob:
+        keys |= {"return_log_prob": True, "log_prob_key": ("agents", log_prob)}
         last = ProbabilisticTensorDictModule(distribution_class=Choice, **keys)
     keywords = {"frames_per_batch": 60, "init_random_frames": 60, "create_env_kwargs": {"num_envs": 2}, "seed": 0}
     with fc.Collector(name, TensorDictSequential(logits, last), **keywords) as collector:
         for random in (True, False):
             batch = next(collector)
             assert torch.equal(batch["agents", "action"], batch["action"])
-            if sampled:
+            if log_prob:
                 scores = Choice(logits=batch["agents", "logits"]).log_prob(batch["action"])
                 scores = torch.full((2, 30), 0.5).log() if random else scores
-                torch.testing.assert_close(batch["agents", "action_log_prob"], scores)
+                torch.testing.assert_close(batch["agents", log_prob], scores)
 
 
 def test_a_nested_one_hot_action_is_the_executed_one_and_that_of_another_stays():
