@@ -8,8 +8,8 @@ Where one call steps all lanes, no lane can wait at the end of a rollout: the ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -152,7 +152,7 @@ class OwnPaceStepper(HostStepper):
             if ready:
                 self._look(made[ready], ready)
                 action = act((made, ready))
-                action = (action if getattr(action, "is_cpu", True) else action.cpu())[ready]
+                action = (action.numpy(force=True) if isinstance(action, Tensor) else action)[ready]
             if ready or not self._waits:
                 self._send(ready, action)
             under_way += len(ready)
@@ -165,11 +165,12 @@ class OwnPaceStepper(HostStepper):
 
     def _look(self, steps: Any, lanes: Sequence[int]) -> None:
         """Record the observations of lanes that are ready at these steps, and show them to the policy."""
-        self._versions[steps, lanes] = self.state.policy_version
-        for column, rows in (*self.roots, *self._explored.values()):
+        for (column, rows), seen in zip(self.roots, self._seen.values(), strict=True):
+            column[steps, lanes] = seen[lanes] = rows[lanes]
+        if not self._waits:
+            self._versions[steps, lanes] = self.state.policy_version
+        for column, rows in self._explored.values():
             column[steps, lanes] = rows[lanes]
-        for path, seen in self._seen.items():
-            seen[lanes] = self._rows[path][lanes]
 
     def _record(self, made: Any, lanes: Sequence[int], outcome: Outcome) -> list[int]:
         """Record the outcome of lanes, at the steps `made` [P] of each; return those that began another episode."""
@@ -184,16 +185,17 @@ class OwnPaceStepper(HostStepper):
             ends = np.array((terminated, truncated), bool)
             if self._limit is not None:
                 ends[1] |= self._limit.reached(made)[lanes]
-            self._terminated[steps, lanes], self._truncated[steps, lanes] = ends
+            if any_over := ends.any():
+                self._terminated[steps, lanes], self._truncated[steps, lanes] = ends
         except NOT_RECORDED as error:
             raise bad_outcome(outcome, lanes) from error
         for number, values in enumerate(info):
             for step, lane, value in zip(steps, lanes, values, strict=True):
                 self._infos[step, lane, number] = copy(value)  # whose memory the next step may write
+        if not any_over:
+            return []
         over = ends.any(0)
         ended: list[int] = np.array(lanes)[over].tolist()
-        if not ended:
-            return []
         self.ended = True
         if self.request.compact_obs:
             self._keep_final(steps[over], ended)
@@ -245,11 +247,13 @@ class LanesActor(Actor):
         self._policy, self._inputs, self._state, self._carried = policy, inputs, inputs.policy_state, carried
         self._early, self._random_left, self._length = early, random_left, length
         self._remembers = policy.remembers(inputs.policy_state)
-        self._every, self._columns = torch.arange(inputs.num_envs), Columns()
+        self._every, self._columns = np.arange(inputs.num_envs), Columns()
+        self._drawn = None if inputs.noise is None else inputs.noise.numpy()  # [T, P, ...]
         self._actors: dict[int, Any] = {}  # by the number of calls that share one
         self._actor: Any = None  # for the current calls
+        self._running = ExitStack()  # holds its `running`
         self._noise: Any = None  # of these [k, P, ...]; each row is written before its call
-        self._calls: list[tuple[Tensor, Tensor]] = []  # those already made: the steps, and the lanes that made them
+        self._calls: list[tuple[Any, Sequence[int]]] = []  # those already made: the steps, and the lanes that made them
         self._draws: NoDraws | None = None  # checks that the first call draws from no generator of Torch
         for path, rows in carried.items():
             self._column(path, rows)[: len(rows)] = rows
@@ -260,36 +264,44 @@ class LanesActor(Actor):
             self._columns[path] = rows.new_empty(self._inputs.length, *rows.shape[1:])
         return self._columns[path]
 
-    def _open(self, made: Any, noise: Tensor | None) -> None:
+    @override
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with self._running:
+            yield
+
+    def _open(self, made: Any, noise: Any) -> None:
         """Bind the policy to the next calls; `noise` [P, ...] is for the first of them."""
         shared = self._actors and not self._remembers and self._early is None and self._actors[1].reads_late
         most = min(_SHARED, self._length - int(made.min())) if shared else 1
         self._count = count = 1 << most.bit_length() - 1
-        self._noise = noise if noise is None else noise.expand(count, *noise.shape).clone()
-        inputs = self._inputs._replace(policy_state=self._state, noise=self._noise, length=count)
+        self._noise = None if noise is None else np.broadcast_to(noise, (count, *noise.shape)).copy()
+        shown = None if noise is None else torch.from_numpy(self._noise)
+        inputs = self._inputs._replace(policy_state=self._state, noise=shown, length=count)
         if count not in self._actors or not self._actors[count].again(inputs):
             self._actors[count] = self._policy.actor(inputs)
         self._actor = self._actors[count]
+        self._running.enter_context(self._actor.running())
 
     @override
     def act(self, t: Any) -> Any:
         """The actions [P, ...], valid only in the lanes that act; `t` is a pair: the steps [P], and these lanes."""
         made, lanes = t
-        steps, some = torch.from_numpy(made).clamp(max=self._inputs.length - 1), torch.tensor(lanes)
-        noise = None if self._inputs.noise is None else self._inputs.noise[steps, self._every]
+        steps = np.minimum(made, self._inputs.length - 1)
+        noise = None if self._drawn is None else self._drawn[steps, self._every]
         if not (number := len(self._calls)):
             self._draws = None if self._actors else no_draws()  # for the first call
             self._open(made, noise)
         elif noise is not None:
             self._noise[number] = noise
-        self._calls.append((steps[some], some))
-        with self._actor.running():
-            with self._draws or nullcontext():
-                action = self._actor.act(number)
-            if len(self._calls) < self._count:
-                return action
-            state, outputs = self._actor.finish()
-        if self._early is not None and (random := steps < self._random_left).any():
+        self._calls.append((steps[lanes], lanes))
+        with self._draws or nullcontext():
+            action = self._actor.act(number)
+        if len(self._calls) < self._count:
+            return action
+        state, outputs = self._actor.finish()
+        self._running.close()
+        if self._early is not None and (random := torch.from_numpy(steps < self._random_left)).any():
             drawn = RandomActor(self._inputs._replace(noise=self._early[steps, self._every][None], length=1))
             drawn.act(0)
             found = outputs_of_random(TORCH, self._policy, self._inputs.spec, drawn.actions, drawn.log_prob)
@@ -304,7 +316,7 @@ class LanesActor(Actor):
         """Write the outputs of the calls to the steps that they were made for, in the lanes that acted."""
         if self._carried:
             _check_same("outputs", self._carried, outputs)
-        steps, lanes = (torch.cat(parts) for parts in zip(*self._calls, strict=True))
+        steps, lanes = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*self._calls, strict=True))
         calls = torch.arange(len(self._calls)).repeat_interleave(torch.tensor([len(made) for made, _ in self._calls]))
         for path, rows in outputs.items():
             self._column(path, rows)[steps, lanes] = rows[calls, lanes]

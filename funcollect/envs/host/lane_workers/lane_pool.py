@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 import warnings
@@ -146,12 +145,14 @@ class LanePool(WorkerPool):
 
     def _await_some(self, workers: Sequence[int], enough: Callable[[list[int]], bool]) -> list[int]:
         """Wait until enough of these workers have carried out their orders, whatever others do; return those."""
-        block, rows = self.block, list(workers)
-        while not enough(done := [*itertools.compress(rows, block.carried_out[rows] == block.asked[rows])]):
+        block = self.block
+        while True:
+            idle = (block.carried_out == block.asked).tolist()
+            if enough(done := [worker for worker in workers if idle[worker]]):
+                self._take(done)
+                return done
             self._listen()
             self._look_for_hangs()
-        self._take(done)
-        return done
 
     def _listen(self) -> None:
         """Wait for rings for a short time; raise EnvError for a worker that has ended or hangs."""
