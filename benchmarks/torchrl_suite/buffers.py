@@ -53,7 +53,9 @@ def _transforms_of_samples(buffer):
         self.sample_transform = _both(transform, self.sample_transform)
 
     buffer.__init__, buffer.insert_transform = init, insert
-    buffer._transform = property(lambda self: self.sample_transform)
+    buffer._transform = property(
+        lambda self: self.sample_transform, lambda self, transform: setattr(self, "sample_transform", transform)
+    )
     buffer.append_transform = lambda self, transform: setattr(
         self, "sample_transform", _both(self.sample_transform, transform)
     )
@@ -268,8 +270,8 @@ DOCUMENTED = {
     """,
     "`ReplayBufferEnsemble(…)`, `SamplerEnsemble`": "TestEnsemble: rb",
     "`RayReplayBuffer`: the buffer is in the process that learns": """
-        TestRayRB: construct_from_replay_buffer_service_backend ray_rb ray_rb_iter ray_rb_serialization ray_rb_stats
-        ray_rb_update_if_present ray_replay_with_gloo_transport
+        TestRayRB: construct_from_replay_buffer_service_backend ray_rb ray_rb_iter ray_rb_mcadvantage_transform_factory
+        ray_rb_serialization ray_rb_stats ray_rb_update_if_present ray_replay_with_gloo_transport
     """,
     "Compressed storages, `LazyStackStorage`: `compact_obs` and `frame_stack` store equal parts of "
     "observations once.": """
