@@ -122,12 +122,31 @@ class FramesByIndex:
             self.storage.edits += 1
         return 0 if held is None else int(np.count_nonzero(~held & (slots != -1)))
 
+    def check_index(self, slots: Any, written: Any) -> None:
+        """Raise ValueError for slots without a frame, and for an impossible `written`."""
+        with self._lock:
+            present_in(self._memory, slots, written, self._before)
+
+    def check_update(self, slots: Any, leaves: Mapping[Path, Tensor], written: Any) -> None:
+        """Raise what `update` of these slots would raise, for leaves ``[N, ...]`` by path."""
+        self.check_index(slots, written)
+        FramesByIndex.update(self, slots[:0], {path: leaf[:0] for path, leaf in leaves.items()}, 0)
+
     def written_at(self, index: Any) -> int | None:
         """How many frames a buffer had been given when it returned these slots; None if they do not record it."""
-        if not isinstance(index, Tensor):
-            return None
-        written, version = getattr(index.untyped_storage(), _WRITTEN, (None, None))
-        return written if version is None or _version(index) in (None, version) else None  # else it was overwritten
+        written: Any = written_of(index)
+        if isinstance(written, tuple):
+            what = f"index is one of mix, which numbers the slots of {len(written)} buffers"
+            raise ValueError(f"{what}, expected one of this buffer: call the method of the mixture")
+        return written  # type: ignore[no-any-return]
+
+
+def written_of(index: Any) -> Any:
+    """What `note_written` recorded for these slots; None if there is nothing, or the index was changed since."""
+    if not isinstance(index, Tensor):
+        return None
+    written, version = getattr(index.untyped_storage(), _WRITTEN, (None, None))
+    return written if version is None or _version(index) in (None, version) else None
 
 
 def note_written(index: Tensor, written: Any) -> None:

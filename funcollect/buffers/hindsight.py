@@ -18,7 +18,7 @@ from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, 
 from funcollect.buffers.replay import ReplayBuffer
 from funcollect.buffers.samplers import SliceSampler
 from funcollect.buffers.trajectory_index import Trajectories
-from funcollect.messages import kind_of
+from funcollect.messages import kind_of, shown
 from funcollect.trajectories.split import assign, check_single_steps, readable
 from funcollect.tree import key_of
 
@@ -74,7 +74,9 @@ def hindsight(
         begin = {"future": position, "final": stop - 1, "episode": first}[strategy]
         goal = begin + (random_source.uniform(len(rows)) * (stop - begin)).astype(np.int64)
         slots, taken = np.concatenate([own, index.get(trajectory, goal)]), own if drawn.taken is None else drawn.taken
-        return _Relabelled(slots=slots, taken=taken, info=drawn.info, of=drawn, rows=rows, reward=reward)
+        return _Relabelled(
+            slots=slots, taken=taken, written=drawn.written, info=drawn.info, of=drawn, rows=rows, reward=reward
+        )
 
     buffer.relabel_by(relabel, Trajectories())
     return buffer
@@ -101,7 +103,13 @@ class _Relabelled(WiderIndices):
         for goal in (frames[_GOAL], frames["next", _GOAL]):
             assign(goal, rows, goals.to(goal.dtype))
         changed, rewards = frames[rows], frames["next", "reward"]
-        new = torch.as_tensor(self.reward(changed["next", _ACHIEVED], changed[_GOAL], changed))
+        answer = self.reward(changed["next", _ACHIEVED], changed[_GOAL], changed)
+        try:
+            new = torch.as_tensor(answer)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"reward returned {shown(answer)}, expected {len(rows)} numbers: return an array"
+            ) from error
         if new.numel() != len(rows) * rewards[:1].numel():
             raise ValueError(f"reward returned shape {list(new.shape)} for {len(rows)} frames: return one for each")
         rewards[rows] = new.to(rewards).reshape(len(rows), *rewards.shape[1:])

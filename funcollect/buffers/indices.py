@@ -75,6 +75,7 @@ class SampleIndices:
     first: Ints | slice | None = None  # the rows that begin a slice
     last: Ints | slice | None = None  # the rows that end a slice
     taken: Ints | None = None  # the numbers that a sampler without replacement used; None if they are the slots
+    written: int | None = None  # the frames written to the ring by then, if the sampler needs that in `give_back`
     info: Mapping[str, Tensor] = field(default_factory=dict)  # [N] by name, such as importance weights
     marks: Mapping[Path, Bools] = field(default_factory=dict)  # further flags [N] of slices, by path
 

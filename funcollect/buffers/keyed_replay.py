@@ -12,13 +12,14 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.buffers.editing import note_written
+from funcollect.buffers.editing import note_written, rows_of
 from funcollect.buffers.indices import SampleIndices, wanted_size
 from funcollect.buffers.keywords import part_of
 from funcollect.buffers.replay import ReplayBuffer
 from funcollect.buffers.samplers import PrioritizedSampler
 from funcollect.buffers.storages import ListStorage
 from funcollect.messages import kind_of
+from funcollect.tree import as_path
 
 __all__ = ["TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer"]
 
@@ -108,16 +109,23 @@ class TensorDictReplayBuffer(ReplayBuffer):
     @override
     def update(self, index: Any, values: Mapping[Any, Any] | TensorDictBase, written: Any = None) -> int:
         """See `ReplayBuffer.update`; with a `PrioritizedSampler`, values of `priority_key` become priorities."""
-        others = dict(values.items()) if isinstance(values, (Mapping, TensorDictBase)) else {}
-        if not isinstance(self.sampler, PrioritizedSampler) or self.priority_key not in others:
+        others, key = rows_of(values, np.shape(index)), as_path(self.priority_key)
+        if not isinstance(self.sampler, PrioritizedSampler) or key not in others:
             return super().update(index, values, written)
-        priority = self._reduced(torch.as_tensor(others.pop(self.priority_key)), math.prod(np.shape(index)))
+        priority = self._reduced(others.pop(key), math.prod(np.shape(index)))
         self.sampler.checked(priority.numpy(force=True))  # before any value is written
         written = self.written_at(index) if written is None else written
         with self._lock:
-            gone = super().update(index, others, written)
+            gone = super().update(torch.as_tensor(index).reshape(-1), others, written)
             self.update_priority(index, priority, written)
         return gone
+
+    @override
+    def check_update(self, slots: Any, leaves: Mapping[Any, Tensor], written: Any) -> None:
+        others, key = dict(leaves), as_path(self.priority_key)
+        if isinstance(self.sampler, PrioritizedSampler) and key in others:
+            self.sampler.checked(self._reduced(others.pop(key), len(slots)).numpy(force=True))
+        super().check_update(slots, others, written)
 
     def update_tensordict_priority(self, data: TensorDictBase, written: Any = None) -> None:
         """Set the priorities of the frames in a sample to the values of `priority_key` in it.

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.arguments import check_kind, check_number, check_optional_positive
-from funcollect.buffers.editing import note_written, rows_of
+from funcollect.buffers.editing import note_written, rows_of, written_of
 from funcollect.buffers.indices import wanted_size
 from funcollect.buffers.keyed_replay import TensorDictReplayBuffer, spread
 from funcollect.buffers.replay import ReplayBuffer
@@ -104,16 +104,24 @@ class MixedBuffers:
 
     def written_at(self, index: Any) -> Any:
         """How many frames each buffer had been given when these slots were returned; see `ReplayBuffer.written_at`."""
-        return self.buffers[0].written_at(index)
+        return written_of(index)
 
     def update_priority(self, index: Any, priority: Any, written: Any = None) -> None:
         """Set the priorities of frames in the buffers that have priorities; see `ReplayBuffer.update_priority`."""
         values, count = torch.as_tensor(priority).reshape(-1), math.prod(np.shape(index))
         if len(values) not in (1, count):
             raise ValueError(f"{len(values)} priorities are given for {count} frames: give one each, or for all")
-        for buffer, rows, slots, then in self._parts(index, written):
-            if isinstance(buffer.sampler, PrioritizedSampler):
-                buffer.update_priority(slots, values if len(values) == 1 else values[rows.to(values.device)], then)
+        each = values.expand(count) if len(values) == 1 else values
+        parts = [
+            (buffer, sampler, slots, each[rows.to(each.device)], then)
+            for buffer, rows, slots, then in self._parts(index, written)
+            if isinstance(sampler := buffer.sampler, PrioritizedSampler)
+        ]
+        for buffer, sampler, slots, priorities, then in parts:  # before any is set
+            sampler.checked(numbers_of("priority", priorities, "fiub").astype(np.float64))
+            buffer.check_index(slots, then)
+        for buffer, _, slots, priorities, then in parts:
+            buffer.update_priority(slots, priorities, then)
 
     def update_tensordict_priority(self, data: TensorDictBase, written: Any = None) -> None:
         """Set priorities from a sample of `TensorDictReplayBuffer` instances; see its method of this name."""
@@ -128,17 +136,25 @@ class MixedBuffers:
     def update(self, index: Any, values: Mapping[Any, Any] | TensorDictBase, written: Any = None) -> int:
         """Write values back to the frames in these slots of their buffers; see `ReplayBuffer.update`."""
         leaves = rows_of(values, np.shape(index))
-        return sum(
-            buffer.update(slots, {path: leaf[rows] for path, leaf in leaves.items()}, then)
+        parts = [
+            (buffer, slots, {path: leaf[rows] for path, leaf in leaves.items()}, then)
             for buffer, rows, slots, then in self._parts(index, written)
-        )
+            if len(slots)
+        ]
+        for buffer, *part in parts:  # before any is written
+            buffer.check_update(*part)
+        return sum(buffer.update(*part) for buffer, *part in parts)
 
     def _parts(self, index: Any, written: Any) -> Iterator[tuple[ReplayBuffer, Tensor, Any, Any]]:
         """For each buffer: its rows of `index` [N] as a mask, their slots in it, and its part of `written`."""
         written = self.written_at(index) if written is None else written
+        if written is not None and (not isinstance(written, tuple) or len(written) != len(self.buffers)):
+            what = f"written is {shown(written)}, expected numbers for {len(self.buffers)} buffers"
+            raise ValueError(f"{what}: pass what written_at(index) of this mixture returned")
         slots = numbers_of("index", index, "iu").astype(np.int64)
-        if slots.max(initial=0) >= self._begin[-1]:
-            raise ValueError(f"index holds {slots.max()}, expected slots below {self._begin[-1]}: give info['index']")
+        if slots.max(initial=0) >= self._begin[-1] or slots.min(initial=0) < -1:
+            what = f"index holds {slots.min()} to {slots.max()}, expected slots below {self._begin[-1]}, or -1"
+            raise ValueError(f"{what}: give info['index']")
         for number, buffer in enumerate(self.buffers):
             rows = (slots >= self._begin[number]) & (slots < self._begin[number + 1])
             yield buffer, torch.from_numpy(rows), slots[rows] - self._begin[number], written and written[number]

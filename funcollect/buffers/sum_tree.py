@@ -142,10 +142,11 @@ class DeviceSums:
         return torch.where(self.weights > 0, self.weights, torch.inf).amin()
 
     def find(self, places: Floats) -> Tensor:
-        """See `SumTree.find`."""
+        """See `SumTree.find`; slot 0 if all weights are 0, which the host does not know."""
         upto = self._upto = self.weights.cumsum(0) if self._upto is None else self._upto
         below = torch.nextafter(upto[-1], torch.zeros_like(upto[-1]))
-        return torch.searchsorted(upto, torch.minimum(self.moved(places) * upto[-1], below), right=True)
+        found = torch.searchsorted(upto, torch.minimum(self.moved(places) * upto[-1], below), right=True)
+        return torch.where(upto[-1] > 0, found, 0)
 
 
 def numbers_of(name: str, values: Any, kinds: str) -> npt.NDArray[Any]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 
 from funcollect.arguments import check_kind, check_positive
 from funcollect.collectors.collector import CollectorBase
@@ -76,32 +78,30 @@ def parts_of(
     key_from_seed(0 if seed is None else seed)
     lanes = getattr(env, "num_envs", None) or 1
     if isinstance(batches, CollectorBase):
-        seed, run = batches.seed if seed is None else seed, getattr(batches, "run", None)
+        if seed not in (None, batches.seed):
+            raise ValueError(f"seed is {seed}, and the collector's {batches.seed}, expected the same: leave it out")
+        seed, run = batches.seed, getattr(batches, "run", None)
         lanes = getattr(batches, "lanes", lanes) if run is None else run.total_lanes
     seed = seed if getattr(env, "seeding", None) == "episode" else None
-    return (_part(joined, env, seed, lanes) for joined in _joined(batches, frames, env is not ...))
+    return (_part(joined, env, seed, lanes) for joined in _joined(batches, frames, env))
 
 
-def _joined(batches: Iterable[TensorDictBase], frames: int, single_steps: bool) -> Iterator[TensorDictBase]:
-    pending: dict[int, PendingTrajectories] = {}  # by the first lane: each asynchronous worker has lanes of its own
+def _joined(batches: Iterable[TensorDictBase], frames: int, env: Any) -> Iterator[TensorDictBase]:
+    """Yield whole episodes, parts of the run; if it breaks off, those that have ended come before the exception."""
     held: list[TensorDictBase] = []
     count = nbytes = parts = 0  # the frames and bytes that are held; the parts so far
-    split = (
-        batches._split_by_order
-        if isinstance(batches, CollectorBase) and batches.trajs_per_batch is None
-        else lambda batch: [batch]
-    )
-    for batch in batches:
-        check_kind("batches", batch, TensorDictBase, "pass a collector, or the batches of rollouts")
-        if single_steps:
-            check_single_steps(batch)
-        for rows in split(batch):
-            source = int(require(rows, LANE, tail=()).reshape(-1)[0])
-            added = pending.get(source, PendingTrajectories()).add(_as_collected(rows))
-            whole, pending[source] = added.take_whole()
-            fresh = [next_observations(part).cpu() for part in whole]
-            held, count = held + fresh, count + sum(map(len, fresh))
-            nbytes += sum(leaf.nbytes for part in fresh for leaf in flatten(part).values())
+    ended = _ended(batches, env)
+    while True:
+        try:
+            fresh = next(ended, None)
+        except BaseException:
+            if held:
+                yield torch.cat(held)
+            raise
+        if fresh is None:
+            break
+        held, count = held + fresh, count + sum(map(len, fresh))
+        nbytes += sum(leaf.nbytes for part in fresh for leaf in flatten(part).values())
         if count >= frames or nbytes >= LARGEST_PART:
             yield torch.cat(held)
             held, count, nbytes, parts = [], 0, 0, parts + 1
@@ -109,6 +109,28 @@ def _joined(batches: Iterable[TensorDictBase], frames: int, single_steps: bool) 
         raise ValueError("batches have no whole episode, expected one or more: collect more frames, or limit episodes")
     if held:
         yield torch.cat(held)
+
+
+def _ended(batches: Iterable[TensorDictBase], env: Any) -> Iterator[list[TensorDictBase]]:
+    """Yield the trajectories [n] that end in each batch."""
+    pending: dict[int, PendingTrajectories] = {}  # by the first lane: each asynchronous worker has lanes of its own
+    split = (
+        batches._split_by_order
+        if isinstance(batches, CollectorBase) and batches.trajs_per_batch is None
+        else lambda batch: [batch]
+    )
+    for batch in batches:
+        check_kind("batches", batch, TensorDictBase, "pass a collector, or the batches of rollouts")
+        if env is not ...:
+            check_single_steps(batch)
+        fresh: list[TensorDictBase] = []
+        for rows in split(batch):
+            source = int(require(rows, LANE, tail=()).reshape(-1)[0])
+            whole, pending[source] = pending.get(source, PendingTrajectories()).add(_as_collected(rows)).take_whole()
+            fresh += [next_observations(part).cpu() for part in whole]
+        for part in fresh:
+            _check_leaves(_leaves(part, env), env)
+        yield fresh
 
 
 def _as_collected(batch: TensorDictBase) -> TensorDictBase:
@@ -121,23 +143,65 @@ def _as_collected(batch: TensorDictBase) -> TensorDictBase:
     return rows if mask is None else rows[mask]
 
 
+def _leaves(batch: TensorDictBase, env: Any) -> dict[Path, Any]:
+    """The leaves that are written: all, or with an `env` all but a policy's other outputs."""
+    leaves: dict[Path, Any] = flatten(batch)
+    if env is ...:
+        return leaves
+    known = {path for path in leaves if path[0] in ("action", "collector", "next") or ("next", *path) in leaves}
+    return {path: leaf for path, leaf in leaves.items() if path in known}
+
+
+def _check_leaves(leaves: Mapping[Path, Any], env: Any) -> None:
+    """Raise TypeError or ValueError for leaves [F, ...] that a dataset cannot hold, or that are not those of `env`."""
+    if missing := [".".join(path) for path in (ACTION, *_AFTER) if env is not ... and path not in leaves]:
+        raise ValueError(f"batches lack {missing}, expected those of a rollout: keep these keys")
+    kind = {path: f"{getattr(leaf, 'dtype', type(leaf).__name__)} {[*leaf.shape]}" for path, leaf in leaves.items()}
+    if bad := {".".join(path): kind[path] for path, leaf in leaves.items() if not _holds_numbers(leaf)}:
+        raise TypeError(f"batches have {bad}, expected numbers with dtypes of NumPy: leave them out, or convert them")
+    names = Counter(".".join(path) for path in leaves)
+    if twice := sorted(name for name, count in names.items() if count > 1):
+        raise ValueError(f"batches have several keys whose names, joined by dots, are {twice}: rename them")
+    if env is ...:
+        return
+    spec = env.action_spec
+    wanted = {leaf.path: (leaf.shape, leaf.dtype) for leaf in env.observation_leaves}
+    wanted[ACTION] = spec.shape, np.dtype(np.int64 if spec.one_hot else spec.space.dtype)
+    found = {path: leaves[path] for path in wanted if path in leaves}
+    held = {path: (tuple(leaf.shape[1:]), leaf[:0].numpy().dtype) for path, leaf in found.items()}
+    same = wanted.keys() == held.keys() and all(
+        held[path][0] == shape and np.can_cast(held[path][1], dtype, "same_kind")
+        for path, (shape, dtype) in wanted.items()
+    )
+    action, (low, high) = leaves[ACTION], spec.bounds
+    if not same or (not action.is_floating_point() and ((action < low) | (action > high)).any()):
+        what = f"batches have the observations and actions {_shown(held)}, and env {_shown(wanted)} ({spec.space})"
+        raise ValueError(f"{what}, expected the same: pass their own env")
+    if leaves[REWARD].shape[1:] != (1,):
+        raise ValueError(f"rewards have the shape {[*leaves[REWARD].shape]}, expected one player's: use to_hf")
+
+
+def _holds_numbers(leaf: Any) -> bool:
+    plain = isinstance(leaf, Tensor) and not leaf.is_complex() and leaf.dtype != torch.bfloat16
+    return plain and 0 not in leaf.shape
+
+
+def _shown(kinds: Mapping[Path, tuple[Any, Any]]) -> dict[str, str]:
+    return {".".join(path): f"{dtype} {[*shape]}" for path, (shape, dtype) in kinds.items()}
+
+
+def infos_of(columns: Columns, env: Any) -> Columns:
+    """The infos, by their paths under ``("next", "info")``, which an observation of that name is not."""
+    observed = {("next", *leaf.path) for leaf in env.observation_leaves}
+    return {path[2:]: each for path, each in columns.items() if path[:2] == INFO and path not in observed}
+
+
 def _part(frames: TensorDictBase, env: Any, seed: int | None, lanes: int) -> EpisodeRows:
-    leaves = flatten(frames)
-    if env is not ...:  # a policy's other outputs are not written
-        known = {path for path in leaves if path[0] in ("action", "collector", "next") or ("next", *path) in leaves}
-        leaves = {path: leaf for path, leaf in leaves.items() if path in known}
-    if wide := {".".join(path): leaf.dtype for path, leaf in leaves.items() if leaf.dtype == torch.bfloat16}:
-        raise TypeError(f"batches have {wide}, expected dtypes of NumPy: leave them out, or convert them with .float()")
-    columns = {path: leaf.detach().numpy() for path, leaf in leaves.items()}
-    own = {} if env is ... else {leaf.path: leaf.shape for leaf in env.observation_leaves}
-    if own != (held := {path: columns[path].shape[1:] for path in own if path in columns}):
-        raise ValueError(f"batches have the observations {held}, and env {own}, expected the same: pass their own env")
+    columns = {path: leaf.detach().numpy() for path, leaf in _leaves(frames, env).items()}
     ends = columns[DONE][:, 0].nonzero()[0] + 1
     part = EpisodeRows(columns, np.diff(ends, prepend=0), ends, [None] * len(ends))
     if env is not ... and env.action_spec.one_hot:
         columns[ACTION] = env.action_spec.from_one_hot(columns[ACTION], np)
-    if env is not ... and columns[REWARD].shape[1:] != (1,):
-        raise ValueError(f"rewards have the shape {list(columns[REWARD].shape)}, expected one player's: use to_hf")
     if seed is None:
         return part
     lane, ids = (columns[path][ends - 1] for path in (LANE, TRAJECTORY_IDS))
@@ -181,7 +245,7 @@ def episode_columns(observed: Columns, ended: Mapping[Path, Any], others: Column
 
 def in_single(array: Any) -> Array:
     """An array; floating ones as float32, as in batches."""
-    values: Array = np.asarray(array)
+    values: Array = np.asarray(array.detach().cpu() if isinstance(array, Tensor) else array)
     return values.astype(np.float32) if values.dtype.kind == "f" else values
 
 
@@ -245,6 +309,9 @@ def from_arrays(arrays: Mapping[str, Any] | str | os.PathLike[str]) -> TensorDic
         columns[TRUNCATED] = cut | (np.append(lost[1:], False) & ~ended)  # also where the next frame is left out
         columns |= {("next", *path): np.append(columns[path][1:], columns[path][-1:], 0) for path in observed}
         columns = {path: each[~lost] for path, each in columns.items()}
+        if lost.all():
+            what = "arrays have only frames that end truncated episodes, whose next observations are not there"
+            raise ValueError(f"{what}: add next_observations")
     return _batch(columns, 0)
 
 
@@ -255,8 +322,13 @@ def _named(arrays: Mapping[str, Any], prefix: Path = ()) -> Columns:
         kind, *rest = *prefix, *name.split("/")
         if isinstance(each, Mapping):
             found |= _named(each, (kind, *rest))
-        elif (home := _PATHS.get(_D4RL.get(kind, kind))) is not None and np.asarray(each).dtype.kind in "biuf":
+        elif (home := _PATHS.get(_D4RL.get(kind, kind))) is not None and (
+            array := in_single(each)
+        ).dtype.kind in "biuf":
             if rest and home in ((), ("next",)) and rest[0] in RESERVED:
                 raise ValueError(f"the observation key {rest[0]!r} collides with a key of the batch: rename it")
-            found[(*home, *rest) if rest or home not in ((), ("next",)) else (*home, *OBSERVATION)] = in_single(each)
+            path = (*home, *rest) if rest or home not in ((), ("next",)) else (*home, *OBSERVATION)
+            if path in found:
+                raise ValueError(f"arrays has {name!r} beside another name of the same array: leave one out")
+            found[path] = array
     return found

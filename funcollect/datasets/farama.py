@@ -7,10 +7,13 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
+from operator import itemgetter
 from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
+import optree
 from tensordict import TensorDictBase
 
 from funcollect.arguments import check_keys, check_kind, check_positive
@@ -26,10 +29,19 @@ from funcollect.datasets.episodes import (
     batches_of,
     episode_columns,
     extra,
+    infos_of,
     parts_of,
 )
-from funcollect.envs.plain_spaces import plain_actions, plain_observations
+from funcollect.envs.gymnasium_envs.lanes import own_spaces
+from funcollect.envs.plain_spaces import (
+    STRUCTURED,
+    batch_structure,
+    in_structure,
+    plain_actions,
+    plain_observations,
+)
 from funcollect.files import replacing
+from funcollect.messages import shown
 from funcollect.protocols import Env
 from funcollect.specs import Leaf, Space, assemble, disassemble, observation_leaves
 from funcollect.tree import flatten
@@ -37,6 +49,9 @@ from funcollect.tree import flatten
 _MAIN, _META = "main_data.hdf5", "metadata.json"  # Minari's names
 _ID = re.compile(r"([\w-][\w/-]*[\w-]/)?[\w-]+-v\d+")
 _AT_ONCE = 64  # episodes read by one call
+_OWN = {"action_space", "data_format", "dataset_id", "dataset_size", "env_spec", "minari_version", "observation_space"}
+_OWN |= {"total_episodes", "total_steps"}  # entries of the metadata
+_ORDER = "funcollect_order"  # an entry: the places of an action's parts in batches, since Minari sorts keys
 
 
 def write_minari(
@@ -52,20 +67,23 @@ def write_minari(
 
     Episodes are joined across batches; those that have not ended are left out. Observations, terminal ones included,
     get the dtypes of the space; infos have zeros for the reset, which batches lack; one-hot actions become integers,
-    and other outputs of the policy are left out. Once a part is full, it becomes a file, which the main file links:
-    memory does not grow with the run, and linked parts can be read even if the program is killed later.
+    those of a Dict or a Tuple have its parts, and other outputs of the policy are left out. Once a part is full, it
+    becomes a file, which the main file links: memory does not grow with the run, and linked parts can be read even if
+    the program is killed later. If `batches` raises, the episodes that have ended by then are written first.
 
     Args:
         path_or_id: a folder, for ``minari.MinariDataset(folder)``; or an id of Minari's, such as
             ``"cartpole/mine-v0"``, for ``minari.load_dataset(id)``. A string that can be an id is one.
         batches: of one run in order, ``[*B, T]``, also compact: a collector, a list, a generator.
         env: the environment, for its spaces and, if Gymnasium made it, its spec.
-        seed: the run's, from which the seeds of its episodes follow; a collector's own is known.
+        seed: the run's, from which the seeds of its episodes follow; a collector's own is known. Not for batches that
+            were read from a dataset, which do not say whose they are.
         metadata: entries of Minari's, such as ``{"author": "…", "algorithm_name": "PPO"}``.
         frames_per_part: the frames in a part, which has a few more, or fewer if they take 256 MB.
 
-    Raises TypeError or ValueError for bad arguments, several players and groups of agents, FileExistsError for a folder
-    with files, ImportError without minari: ``pip install 'funcollect[data]'``.
+    Raises TypeError or ValueError for bad arguments, batches of another environment than `env`, several players and
+    groups of agents, FileExistsError for a folder with files, ImportError without minari: ``pip install
+    'funcollect[data]'``.
 
     >>> import tempfile, funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
@@ -77,14 +95,30 @@ def write_minari(
     """
     check_kind("metadata", metadata, (Mapping, type(None)), "pass a dict of entries, or leave it out")
     folder, name = _place(path_or_id)
+    _check_metadata(metadata or {})
+    parts = parts_of(batches, env, seed, frames_per_part, folder)
     about = {"dataset_id": name, "minari_version": extra("minari").__version__, **(metadata or {})}
     about |= {key: [each] for key, each in about.items() if key.startswith("author") and isinstance(each, str)}
     about |= {"total_episodes": 0, "total_steps": 0}
-    if slashed := [leaf.name for leaf in getattr(env, "observation_leaves", ()) if "/" in leaf.name]:
+    if isinstance(acting := own_spaces(env)[1], STRUCTURED):
+        about[_ORDER] = in_structure(acting, iter(range(len(disassemble(acting, acting)))))
+    if slashed := [leaf.name for leaf in env.observation_leaves if "/" in leaf.name]:
         raise ValueError(f"env observes {slashed}, expected keys without slashes, which HDF5 nests: rename them")
-    for number, part in enumerate(parts_of(batches, env, seed, frames_per_part, folder)):
+    for number, part in enumerate(parts):
         _write(folder, f"part-{number:05}", part, env, about)
     return int(about["total_steps"])
+
+
+def _check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError for entries that Minari writes itself, TypeError for those that JSON does not hold."""
+    if own := sorted(metadata.keys() & _OWN):
+        raise ValueError(f"metadata has {own}, which the dataset determines, expected other entries: leave these out")
+    try:
+        json.dumps({**metadata})
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"metadata is {shown(metadata)}, expected what JSON holds ({error}): pass texts and numbers"
+        ) from error
 
 
 def _place(path_or_id: Any) -> tuple[FilePath, str]:
@@ -101,8 +135,10 @@ def _write(folder: FilePath, name: str, part: EpisodeRows, env: Env, about: dict
     """Let Minari write a part to a folder of its own, and only then link it in the main file and count it."""
     storages, h5py, fresh = extra("minari.dataset.minari_storage"), extra("h5py"), folder / ".part"
     fresh.mkdir(parents=True)
-    spaces = (env.observation_space, env.action_spec.space, getattr(env, "spec", None))
-    storages.MinariStorage.new(fresh, *spaces, jpeg_encoding=False).update_episodes(_buffers(part, env))
+    own = own_spaces(env)[1]  # a Dict or a Tuple, of which batches have a flat array
+    acting = own if isinstance(own, STRUCTURED) else env.action_spec.space
+    spaces = (env.observation_space, acting, getattr(env, "spec", None))
+    storages.MinariStorage.new(fresh, *spaces, jpeg_encoding=False).update_episodes(_buffers(part, env, acting))
     written = json.loads((fresh / _META).read_text())
     with h5py.File(fresh / _MAIN, "a") as file:
         for number in range(len(part.ends)):
@@ -122,7 +158,7 @@ def _write(folder: FilePath, name: str, part: EpisodeRows, env: Env, about: dict
         copy.write_text(json.dumps(written | about))
 
 
-def _buffers(part: EpisodeRows, env: Env) -> Iterator[Any]:
+def _buffers(part: EpisodeRows, env: Env, acting: Space) -> Iterator[Any]:
     """Yield the episodes of a part as buffers of Minari's, with observations and infos [n + 1, ...]."""
     columns, ends, starts, space = part.columns, part.ends, part.ends - part.lengths, env.observation_space
     spaces = zip(env.observation_leaves, disassemble(space, space), strict=True)
@@ -131,16 +167,20 @@ def _buffers(part: EpisodeRows, env: Env) -> Iterator[Any]:
         path: np.insert(columns[path].astype(dtype), ends, columns["next", *path][ends - 1], axis=0)
         for path, dtype in dtypes.items()
     }
-    found = {".".join(path[2:]): each for path, each in columns.items() if path[:2] == INFO}
+    found = {".".join(path): each for path, each in infos_of(columns, env).items()}
     infos = {name: np.insert(each, starts, 0, axis=0) for name, each in found.items()}
     numbers = {"rewards": REWARD, "terminations": TERMINATED, "truncations": TRUNCATED}
-    flat = {"actions": columns[ACTION], **{name: columns[path][:, 0] for name, path in numbers.items()}}
+    flat = {name: columns[path][:, 0] for name, path in numbers.items()}
+    actions: Any = columns[ACTION]
+    if isinstance(acting, STRUCTURED):
+        actions = batch_structure(acting, np.asarray)(actions)
     for number, (start, end, seed) in enumerate(zip(starts, ends, part.seeds, strict=True)):
         wide = slice(start + number, end + number + 1)
         yield extra("minari.data_collector.episode_buffer").EpisodeBuffer(
             seed=seed,
             observations=assemble(space, {path: each[wide] for path, each in observed.items()}),
             infos={name: each[wide] for name, each in infos.items()} or None,
+            actions=optree.tree_map(itemgetter(slice(start, end)), actions),
             **{name: each[start:end] for name, each in flat.items()},
         )
 
@@ -190,13 +230,20 @@ def read_minari(
 
 def _episodes(dataset: Any, space: Space, leaves: Sequence[Leaf]) -> Iterator[Columns]:
     count, acting, plain = dataset.total_episodes, dataset.action_space, plain_actions(dataset.action_space)
+    order = np.argsort(
+        disassemble(acting, dataset.storage.metadata.get(_ORDER, in_structure(acting, repeat(0)))), kind="stable"
+    )
     for start in range(0, count, _AT_ONCE):
         for episode in dataset.storage.get_episodes(range(start, min(start + _AT_ONCE, count))):
             rewards = episode["rewards"].reshape(-1)
             rows = zip(leaves, disassemble(space, episode["observations"]), strict=True)
             observed = {leaf.path: np.asarray(each, leaf.dtype).reshape(-1, *leaf.shape) for leaf, each in rows}
             acted = [np.asarray(each).reshape(len(rewards), -1) for each in disassemble(acting, episode["actions"])]
-            action = np.concatenate(acted, 1).reshape(-1, *(plain.shape or ())).astype(plain.dtype)
+            action = (
+                np.concatenate([acted[place] for place in order], 1)
+                .reshape(-1, *(plain.shape or ()))
+                .astype(plain.dtype)
+            )
             named = {".".join(path): each for path, each in flatten(episode["infos"] or {}).items()}
             infos = {(*name.split("."),): np.asarray(each) for name, each in named.items()}
             known = {(*INFO, *path): each[-len(rewards) :] for path, each in infos.items() if each.dtype.kind in "biuf"}

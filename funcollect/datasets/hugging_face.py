@@ -24,10 +24,10 @@ def to_hf(
     """The whole episodes of a run as a ``datasets.Dataset``: a row for each frame, a column for each leaf of a batch.
 
     Columns have the names of leaves, joined by dots: ``observation``, ``next.reward``, ``action_log_prob``. Nothing is
-    lost: `from_hf` returns the same frames. Rewards of one player and flags are numbers, other leaves nested lists of
-    fixed sizes. Episodes are joined across batches; those that have not ended are left out. With a `folder`, an empty
-    one, a part of `frames_per_part` frames, or a few more, is saved there once it is full, and the dataset shows these
-    files; otherwise it is in memory.
+    lost: `from_hf` returns the same frames, though a dot within a key leads into a nested one there. Rewards of one
+    player and flags are numbers, other leaves nested lists of fixed sizes. Episodes are joined across batches; those
+    that have not ended are left out. With a `folder`, an empty one, a part of `frames_per_part` frames, or a few more,
+    is saved there once it is full, and the dataset shows these files; otherwise it is in memory.
 
     Raises TypeError or ValueError for bad arguments and without any whole episode, FileExistsError for a folder with
     files, ImportError without ``datasets``: ``pip install 'funcollect[data]'``.

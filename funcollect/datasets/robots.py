@@ -31,6 +31,7 @@ from funcollect.datasets.episodes import (
     episode_columns,
     extra,
     in_single,
+    infos_of,
     parts_of,
 )
 from funcollect.datasets.hugging_face import from_arrow, to_arrow
@@ -103,7 +104,7 @@ class _Writer:
     """Writes each part as files of LeRobot's. The counts come last, since readers go by them."""
 
     def __init__(self, root: FilePath, env: Env, fps: int, task: str, pictures: str) -> None:
-        self._root, self._task, self._pictures = root, task, pictures
+        self._root, self._env, self._task, self._pictures = root, env, task, pictures
         self._names = {leaf.path: _name(leaf, len(env.observation_leaves) == 1) for leaf in env.observation_leaves}
         if len({*self._names.values()}) < len(self._names):
             raise ValueError(f"env observes {[*self._names]}, of which features have one name: rename them")
@@ -120,7 +121,7 @@ class _Writer:
         frames, episodes, features = self.info["total_frames"], self.info["total_episodes"], self.info["features"]
         columns = {name: leaves[path] for path, name in self._names.items()} | {"action": leaves[ACTION]}
         columns |= {".".join(path): leaves[path][:, 0] for path in (REWARD, DONE, TERMINATED, TRUNCATED)}
-        columns |= {".".join(path): each for path, each in leaves.items() if path[:2] == INFO}
+        columns |= {".".join((*INFO, *path)): each for path, each in infos_of(leaves, self._env).items()}
         step = np.arange(count) - (ends - lengths).repeat(lengths)
         columns["timestamp"], columns["frame_index"] = (step / fps).astype(np.float32), step
         columns["task_index"], columns["index"] = np.zeros_like(step), frames + np.arange(count)
@@ -233,6 +234,10 @@ def read_lerobot(folder: str | os.PathLike[str], *, frames_per_batch: int = 10_0
     info = json.loads(about.read_text())
     if not str(version := info.get("codebase_version")).startswith("v3."):
         raise ValueError(f"folder has version {version!r} of the format, expected v3.0: convert it by LeRobot's script")
+    if "action" not in info["features"]:
+        raise ValueError(
+            f"folder has the features {sorted(info['features'])}, expected an action among them: rename it"
+        )
     return batches_of(_episodes(FilePath(folder), info), frames_per_batch)
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -66,12 +67,61 @@ def test_priorities_in_a_sample_go_back_to_keyed_buffers():
         assert weights(buffers[number]) == wanted
 
 
-def test_a_loop_over_frames_that_are_used_once_ends():
-    buffer = filled(numbers(6), 8, lambda: fc.RecentSampler(once=True), batch_size=4)
+def test_values_go_to_all_buffers_or_to_none():
+    buffers = [filled(numbers(9).set("h", torch.zeros(9)), 9, prioritized(9)), filled(numbers(9), 9, prioritized(9))]
+    mixed = fc.mix(*buffers, batch_size=4)
+    index = mixed.sample(return_info=True)[1]["index"]
+    before = [buffer[:].clone() for buffer in buffers]
+    bad = torch.tensor([1.0, 1.0, -1.0, 1.0])
+    for call, words in (
+        (lambda: mixed.update(index, {"h": torch.ones(4)}), "values has h, which frames lack"),
+        (lambda: mixed.update_priority(index, bad), "priorit.*-1"),
+        (lambda: mixed.update(torch.tensor([0, -5]), {"x": torch.ones(2)}), "index holds -5 to 0"),
+        (lambda: mixed.update(index, {"x": index}, written=5), r"written is 5.*expected numbers for 2 buffers"),
+        (lambda: mixed.update_priority(index, 1.0, written=np.ones(4)), "expected numbers for 2 buffers"),
+        (lambda: buffers[0].update(index, {"x": index}), "index is one of mix.*method of the mixture"),
+        (lambda: buffers[0].update_priority(index, 1.0), "index is one of mix"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    assert all((buffer[:] == frames).all() for buffer, frames in zip(buffers, before, strict=True))
+    assert all({*weights(buffer)} == {1.0} for buffer in buffers)
+    mixed.update(index[:2], {"h": torch.ones(2)})  # of the first buffer alone
+    assert buffers[0][:]["h"].sum() in (1, 2)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("key", ["td_error", ("a", "td")])
+def test_priorities_are_values_that_are_written_back_however_their_key_is_spelled(key, stored):
+    path = key if isinstance(key, tuple) else (key,)
+    frames = numbers(8).set(path, torch.ones(8)) if stored else numbers(8)
+    buffers = [
+        fc.TensorDictReplayBuffer(storage=fc.LazyTensorStorage(8), sampler=prioritized(), priority_key=key)
+        for _ in range(2)
+    ]
+    for buffer in buffers:
+        buffer.extend(frames)
+    index = torch.arange(8)
+    spellings = [{path: index + 2.0}, TensorDict({path: index + 2.0}, [8])]
+    spellings.append({"a": {"td": index + 2.0}} if path[1:] else {"td_error": index + 2.0})
+    for values in spellings:
+        buffers[0].update_priority(index, 1.0)
+        buffers[0].update(index, values)
+        assert weights(buffers[0]) == (index + 2.0).tolist()
+    fc.mix(*buffers).update(torch.arange(16), {path: torch.arange(16) + 3.0})
+    assert [*map(weights, buffers)] == [(index + 3.0).tolist(), (index + 11.0).tolist()]
+
+
+@pytest.mark.parametrize("max_age", [None, 1])
+def test_a_loop_over_frames_that_are_used_once_ends(max_age):
+    buffer = filled(versioned(0, [2] * 6), 8, lambda: fc.RecentSampler(once=True, max_age=max_age), batch_size=4)
     assert [len(sample) for sample in buffer] == [4, 2]
     assert [*buffer] == []
-    buffer.extend(numbers(3))
+    buffer.extend(versioned(6, [2] * 3))
     assert [len(sample) for sample in buffer] == [3]
+    buffer.extend(versioned(9, [2] * 3))
+    buffer.sampler.policy_version = 9
+    assert [len(sample) for sample in buffer] == ([3] if max_age is None else [])
 
 
 def test_keyed_buffers_and_trees():
@@ -108,7 +158,7 @@ BAD = {
     r"frames of the buffers have \[{}, {}\], expected": lambda: mixture(
         filled(TensorDict({"y": torch.ones(3)}, [3]))
     ).sample(4),
-    "index holds 20, expected slots below 20": lambda: mixture(filled(numbers(4))).update_priority([20], 1.0),
+    "index holds 20 to 20, expected slots below 20": lambda: mixture(filled(numbers(4))).update_priority([20], 1.0),
     "2 priorities are given for 3 frames: give one each": lambda: mixture(
         filled(numbers(8), 8, prioritized)
     ).update_priority([4, 5, 6], [1.0, 2.0]),
@@ -213,6 +263,20 @@ def test_frames_of_a_sample_that_fails_are_drawn_again(name, prefetch):
         assert sorted(found) == sorted({*found})
         assert mixes or len(found) == 12
         online.empty()
+
+
+def test_frames_that_came_while_a_sample_failed_are_drawn_once():
+    def fails(batch):
+        buffer.extend(numbers(5, 10))  # by another thread
+        found.extend(buffer.storage[buffer.sampler.draw(buffer._memory, 5, buffer._random_source).slots]["x"].tolist())
+        raise ArithmeticError
+
+    found = []
+    buffer = filled(numbers(5), 5, fc.RecentSampler(once=True), batch_size=5, sample_transform=fails)
+    with pytest.raises(ArithmeticError):
+        buffer.sample()
+    assert sorted(found) == [*range(10, 15)]
+    assert buffer.sampler.ran_out(1)
 
 
 def test_versions_that_an_update_changes():

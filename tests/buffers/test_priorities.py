@@ -360,6 +360,11 @@ def test_priorities_on_a_device_are_those_of_the_host(within, device, tmp_path):
     for buffer in (host, there):  # padding undoes no update
         buffer.update_priority(torch.tensor([0, -1], device=buffer.storage.device), torch.tensor([9.0, 1.0]))
     np.testing.assert_allclose(there.sampler.state()["weights"], host.sampler.state()["weights"], rtol=1e-12)
+    for buffer in (host, there):  # of repeated slots the last priority counts
+        buffer.update_priority(torch.tensor([3, 7] * 60, device=buffer.storage.device), torch.arange(120.0) % 59)
+        with pytest.raises(TypeError, match="index is float32, expected integers"):
+            buffer.update_priority(torch.tensor([1.5]), 1.0)
+    np.testing.assert_allclose(there.sampler.state()["weights"], host.sampler.state()["weights"], rtol=1e-12)
     there.update_priority(index, 3.0)
     before = there.sampler.state()["weights"]
     there.update_priority(torch.tensor([0, 1, -1, 45], device=device), torch.tensor([-1.0, torch.nan, 1.0, 1.0]))
@@ -371,6 +376,13 @@ def test_priorities_on_a_device_are_those_of_the_host(within, device, tmp_path):
     host.loads(tmp_path)
     np.testing.assert_allclose(host.sampler.state()["weights"], there.sampler.state()["weights"])
     assert host.sample()["x"].tolist() == there.sample()["x"].tolist()
+
+
+@each_device
+def test_where_all_priorities_are_0_a_device_draws_a_frame_that_is_there(device):
+    _, there = twins(device, eps=0.0)
+    there.update_priority(torch.arange(30, device=device), 0.0)
+    assert there.sample()["x"].tolist() == [0] * 12
 
 
 @each_device

@@ -11,10 +11,12 @@ import gymnasium
 import h5py
 import minari
 import numpy as np
+import optree
 import pyarrow.parquet
 import pytest
 import torch
 from gymnasium import spaces
+from tensordict import NonTensorData
 
 import funcollect as fc
 from funcollect.datasets import from_arrays, from_hf, read_lerobot, read_minari, to_hf, write_lerobot, write_minari
@@ -145,12 +147,124 @@ def test_what_cannot_be_written_is_named(write, tmp_path):
     env, endless = make("box"), fc.make_env(gymnasium.make("Pendulum-v1", max_episode_steps=-1))
     with pytest.raises(ValueError, match=r"no whole episode, .*or limit episodes"):
         write(tmp_path / "e", collected(endless, 20), env=endless)
-    with pytest.raises(ValueError, match=r"batches have the observations .*\(3,\).*\(4,\).*pass their own env"):
+    with pytest.raises(ValueError, match=r"batches have the observations .*\[3\].*\[4\].*pass their own env"):
         write(tmp_path / "o", collected(env, 20), env=fc.make_env("CartPole-v1"))
     slashed = fc.make_env([partial(Sampling, spaces.Dict({"a/b": BOX}), spaces.Discrete(2))] * 2)
     if write is write_minari:
         with pytest.raises(ValueError, match=r"\['a/b'\], expected keys without slashes"):
             write(tmp_path / "s", collected(slashed, 20), env=slashed)
+
+
+OTHERS = {  # what a run has, and what the env of other ones says
+    "actions of another kind": ((BOX, spaces.Box(-1, 1, (2,))), (BOX, spaces.Discrete(3))),
+    "floats as integers": ((BOX, spaces.Box(-1, 1, (2,))), (BOX, spaces.MultiDiscrete([3, 4]))),
+    "further choices": ((BOX, spaces.Discrete(9, start=3)), (BOX, spaces.Discrete(3, start=3))),
+    "observations in [0, 1] as bytes": ((PIXELS, spaces.Discrete(2)), (PIXELS, spaces.Discrete(2))),
+    "other keys": ((spaces.Dict(a=BOX), spaces.Discrete(2)), (BOX, spaces.Discrete(2))),
+}
+
+
+@pytest.mark.parametrize("write", [write_minari, write_lerobot])
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_env_whose_values_are_others_is_refused_before_anything_is_written(name, write, tmp_path):
+    own, other = (fc.make_env([partial(Sampling, *each)] * 2) for each in OTHERS[name])
+    batches = [batch.clone().unlock_() for batch in collected(own, 60)]
+    if "bytes" in name:
+        for batch in batches:
+            for node in (batch, batch["next"]):
+                node["observation"] = node["observation"] / 255
+    with pytest.raises(ValueError, match="expected the same: pass their own env"):
+        write(tmp_path / "d", batches, env=other)
+    for path in (("action",), ("next", "reward"), ("next", "terminated")):
+        with pytest.raises(ValueError, match=rf"batches lack \['{path[-1] if len(path) == 1 else '.'.join(path)}'"):
+            write(tmp_path / "d", [batch.exclude(path) for batch in batches], env=own)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_seeds_and_entries_that_would_be_wrong_are_refused(tmp_path):
+    env = make("box")
+    with (
+        fc.SyncDataCollector(env, frames_per_batch=60, total_frames=120, seed=3) as collector,
+        pytest.raises(ValueError, match="seed is 4, and the collector's 3, expected the same: leave it out"),
+    ):
+        write_minari(tmp_path / "d", collector, env=env, seed=4)
+    for metadata, error, words in (
+        ({"observation_space": "x", "author": "me"}, ValueError, r"\['observation_space'\], which the dataset determ"),
+        ({"x": np.float32(1)}, TypeError, "expected what JSON holds"),
+    ):
+        with pytest.raises(error, match=words):
+            write_minari(tmp_path / "d", collected(env, 60), env=env, metadata=metadata)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_observations_that_are_called_info_are_no_infos(tmp_path):
+    for number, info in enumerate((BOX, spaces.Dict(speed=BOX))):
+        env = fc.make_env([partial(Sampling, spaces.Dict(info=info, x=BOX), spaces.Discrete(2))] * 2)
+        for form in ("minari", "lerobot"):
+            write, read = WRITERS[form]
+            write(folder := tmp_path / f"{form} {number}", collected(env, 20), env=env)
+            assert {leaf.path for leaf in env.observation_leaves} <= {*leaves(next(read(folder)))}
+        dataset = minari.MinariDataset(tmp_path / f"minari {number}")
+        assert not dataset[0].infos
+
+
+class SamplingParts(Sampling):
+    """Takes any action."""
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        self.left -= 1
+        return self.observation_space.sample(), 1.0, self.left == 0, False, {}
+
+
+def test_actions_of_parts_are_written_as_the_environment_takes_them(tmp_path):
+    for number, acting in enumerate(
+        (
+            spaces.Dict(z=spaces.Discrete(2, start=1), k=spaces.MultiDiscrete([3, 4])),
+            spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.Dict(a=spaces.Box(-1, 1, (1, 2), np.float64)))),
+        )
+    ):
+        env = fc.make_env([partial(SamplingParts, BOX, acting)] * 2)
+        wanted = episodes(collected(env, 60))
+        write_minari(tmp_path / f"{number}", collected(env, 20), env=env)
+        dataset = minari.MinariDataset(tmp_path / f"{number}")
+        assert dataset.action_space == acting
+        first = dataset[0].actions
+        assert acting.contains(optree.tree_map(lambda each: each[0], first))
+        got = episodes(read_minari(tmp_path / f"{number}"))
+        assert_same([each.exclude("collector") for each in got], [each.exclude(*LOST) for each in wanted])
+
+
+@pytest.mark.parametrize("form", ["minari", "lerobot", "table"])
+def test_episodes_that_ended_before_an_exception_are_written(form, tmp_path):
+    env = make("box")
+
+    def breaks_off():
+        yield from itertools.islice(collected(env, 20), 2)
+        raise ArithmeticError("the simulator is gone")
+
+    write, read = (to_hf, from_hf) if form == "table" else WRITERS[form]
+    options = {"folder": tmp_path / "d"} if form == "table" else {"env": env}
+    with pytest.raises(ArithmeticError, match="is gone"):
+        write(breaks_off(), **options) if form == "table" else write(tmp_path / "d", breaks_off(), **options)
+    wanted = episodes([torch.cat([batch.clone() for batch in itertools.islice(collected(env, 20), 2)], -1)])
+    assert sum(map(len, read(tmp_path / "d"))) == sum(map(len, wanted)) > 0
+
+
+def test_leaves_that_no_table_holds_are_named():
+    batch = next(collected(make("box"), 60)).unlock_()
+    lead = batch.batch_size
+    others = {
+        "complex": torch.zeros(*lead, dtype=torch.complex64),
+        "empty": torch.zeros(*lead, 0),
+        "words": NonTensorData("x", batch_size=lead),
+    }
+    for name, leaf in others.items():
+        with pytest.raises(TypeError, match=f"'{name}': .* expected numbers with dtypes of NumPy: leave them out"):
+            to_hf([batch.clone().set(name, leaf)])
+    twice = batch.clone().set("a.b", batch["action"]).set(("a", "b"), batch["action"])
+    with pytest.raises(ValueError, match=r"several keys whose names, joined by dots, are \['a.b'\]"):
+        to_hf([twice])
 
 
 def test_a_table_of_hugging_face_has_every_leaf(tmp_path):
@@ -186,7 +300,7 @@ def test_bfloat16_of_a_policy_is_left_out_or_named(tmp_path):
     env = make("box")
     batches = [batch.clone().set("hidden", torch.zeros(3, 20, 2).bfloat16()) for batch in collected(env, 20)]
     assert write_minari(tmp_path, batches, env=env)
-    with pytest.raises(TypeError, match=r"'hidden': torch.bfloat16.*: leave them out"):
+    with pytest.raises(TypeError, match=r"'hidden': 'torch.bfloat16.*: leave them out"):
         to_hf(batches)
 
 
@@ -468,6 +582,7 @@ def test_arrays_with_d4rls_names(tmp_path):
     assert whole[(*INFO, "qpos")].shape == (N, 3)
     assert torch.equal(whole["next", "observation"], whole["observation"] + 1)
     assert fc.episode_stats(whole).lengths.tolist() == [3, 2, 2]
+    assert_same(from_arrays(ROWS | {"rewards": torch.arange(N, dtype=torch.float64, requires_grad=True)}), batch)
     several = ROWS | {"observations": {"a": ROWS["observations"], "b": np.zeros(N, np.uint8)}}
     assert from_arrays(several)["next", "b"].dtype == torch.uint8
 
@@ -478,6 +593,8 @@ def test_arrays_with_d4rls_names(tmp_path):
     ({"rewards": np.ones((N, 2))}, ValueError, r"'next.reward': \(7, 2\).*expected one number for each frame"),
     ({"observations": {"action": np.ones(N), "x": np.ones(N)}}, ValueError, "key 'action' collides"),
     ({"next_observations": {"reward": np.ones(N)}}, ValueError, "key 'reward' collides"),
+    ({"dones": np.arange(N) == 3}, ValueError, "'dones' beside another name of the same array: leave one out"),
+    ({"terminals": np.zeros(N), "timeouts": np.ones(N)}, ValueError, "only frames that end.*: add next_observations"),
     (
         {"observations": {"a": np.ones(N), "b": np.ones(N)}, "next_observations": {"a": np.ones(N)}},
         ValueError, r"next_observations lack \['b'\]",
