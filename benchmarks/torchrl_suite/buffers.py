@@ -193,8 +193,7 @@ DOCUMENTED = {
         query_opaque_predicate_uses_full_transforms query_predicate query_predicate_sees_transformed_values
         query_result_has_all_keys query_skips_unneeded_transforms query_views_stored_data
     """,
-    "Generations of slots (`track_generations`, `update_if_present`): `written_at` records when slots "
-    "were written.": """
+    "Generations of slots (`track_generations`): `written_at` records when slots were written.": """
         TestUpdateIfPresent: capability_error_on_list_storage capability_error_without_generation_tracking
         concurrent_updates_do_not_tear_records empty_invalidates_handles handle_survives_repeated_updates
         invalid_shape_or_dtype_raises_before_any_write mask_aligns_with_input_order multidim_storage_roundtrip

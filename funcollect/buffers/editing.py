@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from funcollect.buffers import ring
-from funcollect.buffers.storages import Storage
+from funcollect.buffers.storages import ListStorage, Storage
 from funcollect.buffers.storages.storage import slots_at
 from funcollect.buffers.sum_tree import numbers_of, present_in
 from funcollect.files import Uninterrupted
@@ -60,6 +60,8 @@ class FramesByIndex:
             self.set_(index, data)
             return
         data = self.transformed(data)
+        if isinstance(data, list) and not isinstance(self.storage, ListStorage):
+            data = ring.stacked(data)
         with self._lock, Uninterrupted():
             self.storage.put(slots_at(self._memory.held(index), index), data)
 

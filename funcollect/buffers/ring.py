@@ -87,7 +87,7 @@ class RingMemory:
         batch, start = self.storage.recognized(data), self.written
         if batch is None:
             if isinstance(data, list) and not isinstance(self.storage, ListStorage):
-                data = _stacked([next_observations(item) if is_compact(item) else item for item in data])
+                data = stacked([next_observations(item) if is_compact(item) else item for item in data])
             data = next_observations(data) if is_compact(data) else data
             batch = self.storage.admit(data)
         lanes, steps, count = batch.lead[:-1], batch.lead[-1], math.prod(batch.lead)
@@ -200,7 +200,8 @@ def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
     return RingState(memory, memory.version), torch.from_numpy(slots)
 
 
-def _stacked(items: list[Any]) -> Any:
+def stacked(items: list[Any]) -> Any:
+    """Items as a batch, along a new first dimension; TypeError or ValueError for those that cannot be stacked."""
     if not items:
         raise ValueError("the list has no items, expected at least one: skip the call if there are none")
     if is_tensorclass(items[0]):

@@ -273,10 +273,10 @@ class CollectorBase(RunOptions, InUse, ABC):
         self.shutdown(timeout, close_env)
 
     def is_running(self) -> bool:
-        """Whether there are frames or whole trajectories left to deliver, and the collector was not shut down."""
+        """Whether frames or trajectories are left to deliver; not after `shutdown`, or once a thread has failed."""
         self._check_filler()  # or a loop while this is True would never end
         waiting = any(each.begins_with_whole(self.trajs_per_batch or 1) for each in [*self._pending.values()])
-        return not self._closed and (waiting or bool(self._unwritten) or not 0 <= self.total_frames <= self.frames)
+        return not self._over and (waiting or bool(self._unwritten) or not 0 <= self.total_frames <= self.frames)
 
     def next(self) -> TensorDictBase | None:
         """The next batch; None at the end of the run."""

@@ -57,6 +57,7 @@ class _Filler:
         self._stopped = False
         self.paused_in: threading.Thread | None = None
         self.error: BaseException | None = None  # the one that ended the thread, until it is raised
+        self.failure: BaseException | None = None  # the same, for good
         self.thread = threading.Thread(target=self._run, name="funcollect filler", daemon=True)
 
     def _run(self) -> None:
@@ -65,7 +66,7 @@ class _Filler:
                 pass
         except BaseException as error:
             if not self._stopped:
-                self.error = error
+                self.error = self.failure = error
                 what = f"the buffer is no longer filled, {type(error).__name__}: {error}"
                 warnings.warn(f"{what}; the next call of the collector raises this", RuntimeWarning, stacklevel=2)
         finally:
@@ -179,7 +180,7 @@ class InUse(Iterator[TensorDictBase]):
         self._filling().resume()
 
     def join(self) -> None:
-        """Wait until the run that `start` began has ended; an exception in its thread is raised.
+        """Wait until the run that `start` began has ended; an exception in its thread is raised, by each call.
 
         RuntimeError in the thread that has called `pause`.
         """
@@ -188,6 +189,8 @@ class InUse(Iterator[TensorDictBase]):
             raise RuntimeError("the thread that fills the buffer is paused and would not end: call resume() before")
         filler.thread.join()
         self._check_filler()
+        if filler.failure is not None:
+            raise filler.failure
 
     def _filling(self) -> _Filler:
         if self._filler is None:
@@ -199,6 +202,11 @@ class InUse(Iterator[TensorDictBase]):
         """The filler, if there is one, unless it calls this in its own thread."""
         filler = self._filler
         return None if filler is None or filler.thread is threading.current_thread() else filler
+
+    @property
+    def _over(self) -> bool:
+        """Whether this was shut down, or an exception has ended the thread that fills a buffer."""
+        return self._closed or (self._filler is not None and self._filler.failure is not None)
 
     def _check_filler(self) -> None:
         """Raise the exception that ended the thread that fills a buffer, once."""

@@ -22,7 +22,7 @@ from funcollect.interop.jax_setup import import_jax, notice_jax, with_jax, witho
 from funcollect.interop.memo import memo_of
 from funcollect.interop.words import number
 from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
-from funcollect.messages import dtypes_and_shapes
+from funcollect.messages import dtypes_and_shapes, form
 from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
 from funcollect.protocols import Env, Policy
 from funcollect.tree import NAMESPACE, Path
@@ -167,6 +167,8 @@ class CollectorState(Generic[Array]):
         if isinstance(observation, Mapping) and "lane" not in changes:
             pair = self.observation, observation
             own, given = ({path: dtypes_and_shapes(leaf) for path, leaf in each.items()} for each in pair)
+            if all(isinstance(leaf, Tensor) for leaf in self.observation.values()):
+                given |= {path: form(leaf) for path, leaf in observation.items() if not isinstance(leaf, Tensor)}
             if own != given:
                 what = f"state.replace got the observation {given}, expected one like its own, {own}"
                 raise ValueError(f"{what}: change only the values of state.observation")

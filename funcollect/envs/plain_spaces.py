@@ -68,15 +68,18 @@ def plain_actions(space: Space) -> Space:
     """The space of the array that replaces a Tuple or Dict action (see `from_gymnasium`); other spaces unchanged."""
     if not isinstance(space, STRUCTURED):
         return space
-    parts = disassemble(space, space)
-    if parts and all(isinstance(part, _CHOICES) for part in parts):
+    if not (parts := disassemble(space, space)):
+        raise ValueError(
+            f"the action space {space} has no parts, expected one or more: declare what the policy chooses"
+        )
+    if all(isinstance(part, _CHOICES) for part in parts):
 
         def joined(values: list[Any]) -> Any:
             return np.concatenate([np.broadcast_to(v, p.shape).ravel() for v, p in zip(values, parts, strict=True)])
 
         choices = [getattr(part, "nvec", 2 if part.shape else part.n) for part in parts]  # a MultiBinary has two each
         return spaces.MultiDiscrete(joined(choices), start=joined([getattr(part, "start", 0) for part in parts]))
-    if parts and all(isinstance(part, spaces.Box) for part in parts) and len({p.dtype.kind == "f" for p in parts}) == 1:
+    if all(isinstance(part, spaces.Box) for part in parts) and len({p.dtype.kind == "f" for p in parts}) == 1:
         dtype: Any = np.result_type(*[part.dtype for part in parts]).type
         low, high = (np.concatenate([getattr(part, name).ravel() for part in parts]) for name in ("low", "high"))
         return spaces.Box(low.astype(dtype), high.astype(dtype), dtype=dtype)

@@ -108,6 +108,8 @@ def test_lists_are_stacked_and_starts_of_slices_are_marked(data):
     assert buffer.extend(items).tolist() == list(range(10))
     assert buffer[:]["x"][:, 0].tolist() == list(range(10))
     assert buffer.sample()["y"]["z"].shape == (4,)
+    buffer[0:2] = items[5:7]
+    assert buffer[:]["x"][:3, 0].tolist() == [5, 6, 2]
     kind = data.ReplayBuffer if data is fc else data.TensorDictReplayBuffer
     storage, sampler = data.LazyTensorStorage(100), data.SliceSampler(slice_len=5, traj_key="episode")
     buffer = kind(storage=storage, sampler=sampler, batch_size=20)

@@ -358,6 +358,10 @@ def test_a_loop_while_the_thread_collects_ends_with_its_exception(kind, recwarn)
     collector._filler.thread.join()
     with pytest.raises(OSError, match="no space left"):
         collector.is_running()
+    assert not collector.is_running()
+    for _ in range(2):
+        with pytest.raises(OSError, match="no space left"):
+            collector.join()
     collector.shutdown()
     assert len(recwarn) == 1
 

@@ -213,7 +213,8 @@ def test_the_state_of_an_environment_is_replaced_with_its_observation(name):
 def test_another_observation_is_like_the_first(name):
     env, _, state, _ = two_states(name)
     (path, seen), one = *state.observation.items(), env.observation_leaves[0].dtype
-    for other in ({path: seen[:1]}, {path: seen[0]}, {path: seen.astype(int) if name == JAX else seen.long()}, {}):
+    others = [{path: seen[:1]}, {path: seen[0]}, {}, {path: seen.astype(int) if name == JAX else seen.long()}]
+    for other in (*others, *[{path: seen.numpy()} for _ in range(name != JAX)]):
         with pytest.raises(ValueError, match=rf"the observation .*expected one like its own, .*{one} \[3, 4\]"):
             state.replace(observation=other)
 

@@ -109,6 +109,7 @@ REFUSED = {
     "no dict": (lambda: fc.make_env("CartPole-v1", drop=["map"]), "expected a Dict observation, not Box"),
     "no text": (lambda: fc.make_env("CartPole-v1", text=9), "text=9 was given, .* has no Text: leave it out"),
     "kinds": (lambda: plain_actions(spaces.Tuple([BOX, PUSH])), "mixes kinds.*gymnasium.ActionWrapper"),
+    "nothing": (lambda: plain_actions(spaces.Dict(a=spaces.Tuple([]))), "has no parts, expected one or more: declare"),
     "texts": (lambda: plain_actions(spaces.Dict(say=spaces.Text(3))), "mixes kinds, expected a Tuple or Dict"),
 }
 
