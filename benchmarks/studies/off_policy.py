@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.studies.off_policy [--seeds N] [--frames F] [--only NAME] [--out FILE]`` trains the programs of
 ``benchmarks daily`` in InvertedDoublePendulum. It prints the mean return of the actor, without noise, in ten episodes
-after each fifth of a run: the median of the seeds, and their least and largest; and in how many seeds ours ended higher.
+after each fifth of a run: the median of the seeds, their least and largest, and in how many of them ours ended higher.
 """
 
 from __future__ import annotations
