@@ -6,13 +6,14 @@ import os
 import signal
 import warnings
 from importlib.metadata import version
+from unittest.mock import patch
 
 import cloudpickle
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.support.running import RAY, STORE
+from tests.support.running import RAY, ROOT, STORE
 from tests.support.selection import (  # noqa: F401
     pytest_collection_modifyitems,
     pytest_make_collect_report,
@@ -59,7 +60,10 @@ def ray_cluster():
     """A cluster of Ray's on this machine, with more CPUs than it has, for all tests; the module `ray`."""
     import ray
 
-    with warnings.catch_warnings():
+    path = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    }  # pgx installs a module `tests`
+    with warnings.catch_warnings(), patch.dict(os.environ, path):
         warnings.filterwarnings("ignore", "os.fork")  # JAX warns of forks once it has been used; Ray's exec at once
         ray.init("local", num_cpus=8, include_dashboard=False, object_store_memory=STORE, log_to_driver=False)
     yield ray

@@ -94,7 +94,8 @@ def test_workers_with_frames_of_their_own(transport):
 # Environment, policy, workers, how their rollouts are put together, and whether a batch is begun ahead.
 BITS = [
     ("CartPole-v1", "torch_mlp", 3, -1, True),
-    ("CartPole-v1", "jax_mlp", 1, -1, False),
+    # Before, the last bits of JAX's log-probabilities differ between a worker and this process.
+    pytest.param("CartPole-v1", "jax_mlp", 1, -1, False, marks=pytest.mark.needs("jax>=0.10.1")),
     ("CartPole-v1", "tensordict_actor", 2, 0, False),
     ("CartPole-v1", "torch_recurrent", 2, 0, True),
     ("torch/Pendulum-v1", "torch_normal", 2, "stack", False),
