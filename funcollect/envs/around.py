@@ -94,6 +94,21 @@ def _changes(env: Any) -> list[_Between]:
     return [] if between is None else [between, *_changes(between.env)]
 
 
+def _with_zero(action: Any) -> Space:
+    """The space of previous actions, of which the first of an episode is 0."""
+    dtype = np.dtype(action.dtype)
+    if isinstance(action, spaces.Box):
+        return box(action.shape, dtype, np.minimum(action.low, 0), np.maximum(action.high, 0))
+    start = getattr(action, "start", 0)
+    stop = start + getattr(action, "nvec", getattr(action, "n", 0))
+    low, high = np.minimum(start, 0), np.maximum(stop, 1)
+    if isinstance(action, spaces.Discrete):
+        return spaces.Discrete(int(high - low), start=int(low), dtype=dtype.type)
+    if isinstance(action, spaces.MultiDiscrete):
+        return spaces.MultiDiscrete(high - low, dtype=dtype.type, start=low)
+    return cast(Space, action)
+
+
 @dataclass(frozen=True)
 class _Between:
     """The changes to a step of the environment `env`: in NumPy, in Torch, or in JAX for one lane."""
@@ -109,10 +124,11 @@ class _Between:
         return tuple(itertools.chain.from_iterable(leaves))
 
     def _space(self, name: str) -> Space:
-        action: Any = self.env.action_space
-        if isinstance(action, spaces.Box):  # the first one of an episode is 0
-            action = box(action.shape, np.dtype(action.dtype), np.minimum(action.low, 0), np.maximum(action.high, 0))
-        known = {PREVIOUS_ACTION: action, PREVIOUS_REWARD: box((1,), np.float32), FIRST: box((1,), bool)}
+        known = {
+            PREVIOUS_ACTION: _with_zero(self.env.action_space),
+            PREVIOUS_REWARD: box((1,), np.float32),
+            FIRST: box((1,), bool),
+        }
         return as_delivered(known[name]) if self.env.backend == "jax" else known[name]
 
     def observed(self) -> dict[str, Any]:

@@ -238,7 +238,8 @@ class MultiStep:
         return (nearest - time + 1).clamp(max=self.n_steps)
 
     def _sum(self, reward: Tensor, steps: Tensor, time: int) -> Tensor:
-        """The discounted sum of the rewards of each frame's steps, in the shape of `reward`."""
+        """The discounted sum of the rewards of each frame's steps, in the shape of `reward`; of integers as float32."""
+        reward = reward if reward.is_floating_point() else reward.float()
         total = reward.clone()
         for ahead in range(1, min(self.n_steps, reward.shape[time])):
             counts = (steps[..., :-ahead] > ahead)[..., None]

@@ -246,6 +246,16 @@ def test_any_sample_may_have_n_step_returns(name):
         assert sample[IS_FIRST].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.float64])
+def test_sums_of_rewards_of_any_dtype(dtype):
+    reward = (torch.arange(20) % 3).to(dtype)[:, None]
+    frames = TensorDict({"next": {"reward": reward, "done": torch.zeros(20, 1, dtype=torch.bool)}}, [20])
+    found = fc.MultiStep(gamma=0.5, n_steps=3)(frames)["next", "reward"]
+    assert found.dtype == (dtype if dtype == torch.float64 else torch.float32)
+    values = [*reward[:, 0].double().tolist(), 0.0, 0.0]
+    assert found[:, 0].tolist() == [values[t] + values[t + 1] / 2 + values[t + 2] / 4 for t in range(20)]
+
+
 @pytest.mark.parametrize("ids", [True, False])
 def test_slices_go_on_across_episodes(ids):
     batch = episodes() if ids else episodes().exclude("collector")

@@ -196,8 +196,22 @@ class Whole(Above):
     action_space = spaces.Box(0, 5, (2,), np.int64)
 
 
-def test_the_first_previous_action_lies_in_its_space():
-    fc.testing.check_env(fc.make_env(Above, num_envs=2, inputs=["prev_action"]), steps=20)
+STARTS = {
+    "box": Above.action_space,
+    "above": spaces.Discrete(3, start=5),
+    "below": spaces.Discrete(2, start=-4),
+    "several": spaces.MultiDiscrete([2, 3, 2], start=[1, -5, 0]),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_the_first_previous_action_lies_in_its_space(name):
+    made = type(name, (Above,), {"action_space": STARTS[name]})
+    env = fc.make_env(made, num_envs=2, inputs=["prev_action"])
+    fc.testing.check_env(env, steps=20)
+    seen = env.observation_space["prev_action"]
+    assert seen.contains(seen.dtype.type(0) if isinstance(seen, spaces.Discrete) else np.zeros(seen.shape, seen.dtype))
+    assert all(seen.contains(STARTS[name].sample().astype(seen.dtype)) for _ in range(9))
 
 
 @pytest.mark.parametrize("name", ["torch/Pendulum-v1", "gymnax/CartPole-v1"])
