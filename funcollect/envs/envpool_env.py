@@ -18,6 +18,7 @@ from funcollect.envs.base import box, import_extra, info_place
 from funcollect.envs.host.host_env import MOST_AHEAD, ONWARD, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
 from funcollect.envs.plain_spaces import map_parts
 from funcollect.errors import EnvError, NoResetError
+from funcollect.files import Uninterrupted
 from funcollect.protocols import Outcome
 from funcollect.specs import ActionSpec, Space, observation_leaves
 
@@ -234,20 +235,22 @@ class AsynchronousLanes(EnvPoolLanes):
 
     @override
     def _begin(self, lives: Index, games: Index) -> list[tuple[Index, Any]]:
-        if lives.size:
-            self._pool.send(self._no_action[lives], lives)
-        if games.size:
-            self._pool._reset(games)
-        self._begins[lives] = self._begins[games] = True
-        self.busy.update(lives.tolist(), games.tolist())
+        with Uninterrupted():
+            if lives.size:
+                self._pool.send(self._no_action[lives], lives)
+            if games.size:
+                self._pool._reset(games)
+            self._begins[lives] = self._begins[games] = True
+            self.busy.update(lives.tolist(), games.tolist())
         return []  # the observations come with later answers
 
     def _answer(self) -> tuple[Index, Any]:
         """Wait for the pool; return the lanes that were stepped, not reset, and their reward, flags and infos."""
-        observation, *outcome, info = self._pool.recv()
-        lanes = info["env_id"]
+        with Uninterrupted():  # a lost answer would be waited for again
+            observation, *outcome, info = self._pool.recv()
+            lanes = info["env_id"]
+            self.busy.difference_update(lanes.tolist())
         self._rows.write_batch(observation, lanes)
-        self.busy.difference_update(lanes.tolist())
         stepped, self._begins[lanes] = ~self._begins[lanes], False
         infos = [holder[name][stepped] for holder, name in (info_place(info, key) for key in self._info_keys)]
         return lanes[stepped], (*(values[stepped] for values in outcome), infos)
@@ -255,8 +258,10 @@ class AsynchronousLanes(EnvPoolLanes):
     def send_some(self, lanes: Sequence[int], action: Any, /) -> None:
         """Let the pool step these lanes."""
         if lanes:
-            self._pool.send(self._decode(action), np.array(lanes, np.int32))
-            self.busy.update(lanes)
+            decoded, numbers = self._decode(action), np.array(lanes, np.int32)
+            with Uninterrupted():
+                self._pool.send(decoded, numbers)
+                self.busy.update(lanes)
 
     def receive_some(self, least: int, /) -> tuple[Sequence[int], Outcome]:
         """Wait for the answers of as many lanes as the pool returns at once; some may be of resets."""

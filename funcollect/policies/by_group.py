@@ -320,7 +320,9 @@ def select_state(policy: Policy, mask: Any, chosen: Any, other: Any) -> Any:
         return select_program()(mask.numpy(force=True) if isinstance(mask, Tensor) else mask, chosen, other)
     if not isinstance(chosen, TorchPolicyState):
         return select(mask, chosen, other)
-    states = [(state.recurrent, state.carried) for state in (chosen, other)]
+    held = chosen.carried or other.carried  # nothing before a first step, which stands for zeros
+    blank = optree.tree_map(torch.zeros_like, held, namespace=NAMESPACE) if held else None
+    states = [(state.recurrent, state.carried or blank) for state in (chosen, other)]
     device = next((device for device in map(device_of, states) if device.type != "cpu"), torch.device("cpu"))
     recurrent, carried = select(mask.to(device), *moved(states, device))
     return other._replace(recurrent=recurrent, carried=carried)

@@ -26,7 +26,7 @@ from funcollect.core.loops.eager import timed
 from funcollect.core.loops.host import HostStepper
 from funcollect.core.request import EXPLORATION, Request, Rollout, outputs_of_random
 from funcollect.core.state import CollectorState
-from funcollect.envs.host.host_env import NOT_RECORDED, bad_outcome, check_outcome
+from funcollect.envs.host.host_env import NOT_RECORDED, bad_info, bad_outcome, check_outcome
 from funcollect.errors import EnvError, PolicyError
 from funcollect.keys import Noise, Purpose, draw_ahead, random_words
 from funcollect.policies.by_group import GroupPolicy, select_state
@@ -185,16 +185,14 @@ class OwnPaceStepper(HostStepper):
             ends = np.array((terminated, truncated), bool)
             if self._limit is not None:
                 ends[1] |= self._limit.reached(made)[lanes]
-            if any_over := ends.any():
-                self._terminated[steps, lanes], self._truncated[steps, lanes] = ends
+            self._terminated[steps, lanes], self._truncated[steps, lanes] = ends  # over those of rows that were dropped
         except NOT_RECORDED as error:
             raise bad_outcome(outcome, lanes) from error
         for number, values in enumerate(info):
             for step, lane, value in zip(steps, lanes, values, strict=True):
                 self._infos[step, lane, number] = copy(value)  # whose memory the next step may write
-        if not any_over:
+        if not (over := ends.any(0)).any():
             return []
-        over = ends.any(0)
         ended: list[int] = np.array(lanes)[over].tolist()
         self.ended = True
         if self.request.compact_obs:
@@ -208,7 +206,11 @@ class OwnPaceStepper(HostStepper):
     def deliver(self, outputs: Columns) -> tuple[dict[str, Tensor], TensorDict]:
         length = self.request.length
         for number, key in enumerate(self._info_keys):
-            self._values[key] = [np.array([*row]) for row in self._infos[:length, :, number]]
+            infos = self._infos[:length, :, number]
+            try:
+                self._values[key] = [np.array([*row]) for row in infos]
+            except ValueError as error:
+                raise bad_info(key, infos[0, 0], error) from error
         if self._final:  # sort them as `host` would have kept them
             steps, lanes = (np.concatenate([final[part] for final in self._final]) for part in (0, 1))
             order = np.lexsort((lanes, steps))
@@ -246,7 +248,7 @@ class LanesActor(Actor):
     ) -> None:
         self._policy, self._inputs, self._state, self._carried = policy, inputs, inputs.policy_state, carried
         self._early, self._random_left, self._length = early, random_left, length
-        self._remembers = policy.remembers(inputs.policy_state)
+        self._remembers, self._begun = policy.remembers(inputs.policy_state), np.zeros(inputs.num_envs, bool)
         self._every, self._columns = np.arange(inputs.num_envs), Columns()
         self._drawn = None if inputs.noise is None else inputs.noise.numpy()  # [T, P, ...]
         self._actors: dict[int, Any] = {}  # by the number of calls that share one
@@ -292,6 +294,9 @@ class LanesActor(Actor):
         if not (number := len(self._calls)):
             self._draws = None if self._actors else no_draws()  # for the first call
             self._open(made, noise)
+            if self._begun.any():  # which the actor does not know from the state, such as `is_init`
+                self._actor.restart(torch.from_numpy(self._begun.copy()))
+                self._begun[lanes] = False
         elif noise is not None:
             self._noise[number] = noise
         self._calls.append((steps[lanes], lanes))
@@ -330,6 +335,7 @@ class LanesActor(Actor):
     @override
     def restart(self, lanes: Any) -> None:
         if self._remembers:
+            self._begun[lanes] = True
             self._state = select_state(self._policy, self._mask(lanes), self._inputs.initial_state, self._state)
 
     @override

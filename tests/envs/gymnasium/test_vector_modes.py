@@ -259,6 +259,38 @@ def test_a_reset_drops_the_rows_of_lanes_that_ran_ahead():
     assert torch.equal(batch["observation"][:, 0], state.observation["observation",])
 
 
+class Lengths(VectorEnv):
+    """Takes no mask; the n-th episode of a lane has as many steps as this says, and observations say both numbers."""
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
+    num_envs, lengths = 2, ((1, 9, 9), (3, 9, 9))
+    single_observation_space, single_action_space = spaces.Box(0, 99, (2,), np.float32), spaces.Discrete(2)
+    observation_space, action_space = spaces.Box(0, 99, (2, 2), np.float32), spaces.MultiDiscrete([2, 2])
+
+    def reset(self, *, seed=None, options=None):
+        self.seen, self.over = np.zeros((2, 2), np.float32), np.zeros(2, bool)
+        return self.seen.copy(), {}
+
+    def step(self, actions):
+        again = self.over
+        self.seen[again] = self.seen[again] * [1, 0] + [1, 0]
+        self.seen[~again, 1] += 1
+        ended = [step >= self.lengths[lane][int(episode)] for lane, (episode, step) in enumerate(self.seen)]
+        self.over = ~again & np.array(ended)
+        return self.seen.copy(), np.ones(2), self.over, np.zeros(2, bool), {}
+
+
+def test_the_end_of_a_row_that_a_reset_drops_ends_nothing():
+    env = fc.make_env(Lengths)
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 2)
+    state = fc.reset(env, state, torch.tensor([False, True]))  # the lane is one row ahead, with which its episode ended
+    _, batch = fc.rollout(env, policy, state, 3)
+    assert batch["observation"][1].tolist() == [[1, 0], [1, 1], [1, 2]]
+    assert not batch["next", "done"][1].any()
+    assert batch["collector", "step"][1].tolist() == [0, 1, 2]
+
+
 def test_the_exploration_is_that_of_the_rollout_that_made_a_row():
     env = fc.make_env(late)
     head = fc.heads.epsilon_greedy(0.5)

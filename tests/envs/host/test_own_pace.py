@@ -1,6 +1,8 @@
 """Lanes that do not wait for each other: the data are those of lanes in step, whoever answers first."""
 
+import os
 import random
+import signal
 import time
 from functools import partial
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from tensordict.nn import TensorDictModule
 from torch import nn
 
 import funcollect as fc
@@ -165,3 +168,54 @@ def test_a_policy_whose_data_would_depend_on_the_schedule(says, make):
     with pytest.raises(PolicyError, match=f"{says}.*wait='all'"):
         fc.rollout(apart, policy, fc.init(apart, policy, seed=0), 4)
     fc.close(fc.rollout(in_step, policy, fc.init(in_step, policy, seed=0), 4)[0])
+
+
+def told(td):
+    """Finds what it wrote at the step before, which is 0 where a trajectory has begun."""
+    td["seen"] = td.get("seen", torch.zeros(len(td), 1)) + 1
+    td["action"] = td["seen"][:, 0].long() % 4
+    return td
+
+
+BEGINS = {
+    "a module": TensorDictModule(lambda x, is_init: is_init[..., 0].long(), ["observation", "is_init"], ["action"]),
+    "a function": told,
+}
+
+
+@pytest.mark.parametrize("name", BEGINS)
+def test_policies_of_tensordicts_see_where_trajectories_begin(name):
+    policy = fc.tensordict_policy(BEGINS[name])
+    one, two = (collect(env, policy, 20, 20) for env in both())
+    assert_same(one, two)
+    assert torch.equal(two["action"] == 1, two["collector", "step"] % 4 == 0) or name == "a module"
+    assert torch.equal(two["action"] == 1, two["collector", "step"] == 0) or name == "a function"
+
+
+class Interrupted:
+    """A pool during whose next answer Ctrl-C comes."""
+
+    def __init__(self, pool):
+        self.pool, self.comes = pool, True
+
+    def __getattr__(self, name):
+        return getattr(self.pool, name)
+
+    def recv(self):
+        answer = self.pool.recv()
+        if self.comes:
+            self.comes = False
+            os.kill(os.getpid(), signal.SIGINT)
+        return answer
+
+
+def test_ctrl_c_as_a_pool_answers_loses_no_answer():
+    env = fc.make_env("envpool/CartPole-v1", num_envs=4, batch_size=2)
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
+    live = state.env_state.simulation.simulators
+    live._pool = Interrupted(live._pool)
+    with pytest.raises(KeyboardInterrupt):
+        fc.rollout(env, policy, state, 5)
+    state = fc.recover(env, state)
+    assert fc.rollout(env, policy, state, 5)[1].shape == (4, 5)
