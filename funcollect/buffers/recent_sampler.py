@@ -95,12 +95,14 @@ class RecentSampler(RandomSampler):
 
     @override
     def ran_out(self, batch_size: int) -> bool:
-        if not self.once or (self._left is None and self._memory is None):
+        memory: Any = self._memory
+        if not self.once or (self._left is None and memory is None):
             return False  # a buffer without frames is an error of `draw`
-        if self._left is None and self._memory is not None:
-            self._follow(self._memory)
-        left = self._unused(len(cast(Any, self._memory))) if self._left is None else self._left
-        return not self._recent(left).any()
+        if memory is None:
+            return not self._recent(cast(Any, self._left)).any()
+        with memory.storage.lock:  # the buffer's, since another thread may extend it
+            self._follow(memory)
+            return not self._recent(self._unused(len(memory)) if self._left is None else self._left).any()
 
     @override
     def extended(self, memory: BufferView, slots: Ints) -> None:
