@@ -18,6 +18,7 @@ from funcollect.buffers.keywords import part_of
 from funcollect.buffers.replay import ReplayBuffer
 from funcollect.buffers.samplers import PrioritizedSampler
 from funcollect.buffers.storages import ListStorage
+from funcollect.buffers.sum_tree import numbers_of
 from funcollect.messages import kind_of
 from funcollect.tree import as_path
 
@@ -116,7 +117,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self.sampler.checked(priority.numpy(force=True))  # before any value is written
         written = self.written_at(index) if written is None else written
         with self._lock:
-            gone = super().update(torch.as_tensor(index).reshape(-1), others, written)
+            gone = super().update(numbers_of("index", index, "iu"), others, written)
             self.update_priority(index, priority, written)
         return gone
 

@@ -100,7 +100,7 @@ def write_minari(
     about = {"dataset_id": name, "minari_version": extra("minari").__version__, **(metadata or {})}
     about |= {key: [each] for key, each in about.items() if key.startswith("author") and isinstance(each, str)}
     about |= {"total_episodes": 0, "total_steps": 0}
-    if isinstance(acting := own_spaces(env)[1], STRUCTURED):
+    if isinstance(acting := _acting(env), STRUCTURED):
         about[_ORDER] = in_structure(acting, iter(range(len(disassemble(acting, acting)))))
     if slashed := [leaf.name for leaf in env.observation_leaves if "/" in leaf.name]:
         raise ValueError(f"env observes {slashed}, expected keys without slashes, which HDF5 nests: rename them")
@@ -121,6 +121,12 @@ def _check_metadata(metadata: Mapping[str, Any]) -> None:
         ) from error
 
 
+def _acting(env: Env) -> Space:
+    """The space of the actions that are written: the environment's own Dict or Tuple, or that of batches."""
+    own = own_spaces(env)[1]
+    return own if isinstance(own, STRUCTURED) else env.action_spec.space
+
+
 def _place(path_or_id: Any) -> tuple[FilePath, str]:
     """The folder of a dataset's data, and its id."""
     check_kind("path_or_id", path_or_id, (str, os.PathLike), "pass a folder, or an id of Minari's")
@@ -135,8 +141,7 @@ def _write(folder: FilePath, name: str, part: EpisodeRows, env: Env, about: dict
     """Let Minari write a part to a folder of its own, and only then link it in the main file and count it."""
     storages, h5py, fresh = extra("minari.dataset.minari_storage"), extra("h5py"), folder / ".part"
     fresh.mkdir(parents=True)
-    own = own_spaces(env)[1]  # a Dict or a Tuple, of which batches have a flat array
-    acting = own if isinstance(own, STRUCTURED) else env.action_spec.space
+    acting = _acting(env)
     spaces = (env.observation_space, acting, getattr(env, "spec", None))
     storages.MinariStorage.new(fresh, *spaces, jpeg_encoding=False).update_episodes(_buffers(part, env, acting))
     written = json.loads((fresh / _META).read_text())
