@@ -6,7 +6,6 @@ A state holds a pytree in the environment's own structure, with the nodes below 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,27 +38,20 @@ def _is_node(node: Any) -> bool:
     return isinstance(node, LaneRows | Unchanged)
 
 
-def _nodes(params: Any) -> list[Any]:
-    """A leaf, a `LaneRows` or an `Unchanged` for each of the environment's leaves."""
-    nodes: list[Any] = import_jax().tree.leaves(params, is_leaf=_is_node)
-    return nodes
+def _nodes(params: Any) -> Any:
+    """A list with a leaf, a `LaneRows` or an `Unchanged` for each of the environment's leaves."""
+    return import_jax().tree.leaves(params, is_leaf=_is_node)
 
 
 def map_rows(function: Callable[[LaneRows], Any], params: Any, other: Callable[[Any], Any] = lambda node: node) -> Any:
     """The parameters with the result of a function in place of each `LaneRows`, and of `other` in place of the rest."""
-    return import_jax().tree.map(
-        lambda node: function(node) if isinstance(node, LaneRows) else other(node), params, is_leaf=_is_node
-    )
-
-
-def _held(node: Any, pick: Callable[[LaneRows], Any] = lambda rows: rows.current) -> Any:
-    """The leaf in a node; from a node with rows, what `pick` returns."""
-    return pick(node) if isinstance(node, LaneRows) else node.leaf if isinstance(node, Unchanged) else node
+    tree = import_jax().tree
+    return tree.map(lambda node: (function if isinstance(node, LaneRows) else other)(node), params, is_leaf=_is_node)
 
 
 def _as_env(params: Any, pick: Callable[[LaneRows], Any] = lambda rows: rows.current) -> Any:
-    """The parameters in the environment's own structure, with the result of `pick` for each `LaneRows`."""
-    return import_jax().tree.map(partial(_held, pick=pick), params, is_leaf=_is_node)
+    """The parameters, or one node, in the environment's structure, with the result of `pick` for each `LaneRows`."""
+    return map_rows(pick, params, lambda node: node.leaf if isinstance(node, Unchanged) else node)
 
 
 def set_env_params(
@@ -74,9 +66,8 @@ def set_env_params(
     The first change compiles the loop, and so does each change after which another leaf has a value for each lane:
     because it was passed by lane or, unless `at_once`, because its value changed.
 
-    Raises:
-        TypeError: for an environment without parameters, or in another framework.
-        ValueError: for a pytree of another structure, or leaves of other shapes.
+    Raises TypeError for an environment without parameters or in another framework, and ValueError for a pytree of
+    another structure or leaves of other shapes.
 
     >>> import jax.numpy as jnp, funcollect as fc
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=2, param_keys=["gravity"])
@@ -118,9 +109,8 @@ def traced_set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at
     return state.replace(env_params=map_rows(lambda rows: select(lane == lane, rows, rows), changed))
 
 
-def _rows(num_lanes: int, like: Any, current: Any, coming: Any) -> LaneRows:
-    shape = num_lanes, *np.shape(like)
-    return LaneRows(*(import_jax().numpy.broadcast_to(leaf, shape) for leaf in (current, coming)))
+def _rows(num_lanes: int, like: Any, *leaves: Any) -> LaneRows:
+    return LaneRows(*(import_jax().numpy.broadcast_to(leaf, (num_lanes, *np.shape(like))) for leaf in leaves))
 
 
 def _changed(env: Env, state: CollectorState, params: Any, at_once: bool, *, traced: bool) -> Any:
@@ -144,7 +134,7 @@ def _changed(env: Env, state: CollectorState, params: Any, at_once: bool, *, tra
         if jnp.issubdtype(dtype, np.integer) and jnp.issubdtype(jnp.result_type(leaf), np.inexact):  # it would be cut
             raise ValueError(f"params{name} is {shown(leaf)}, expected an integer: convert it, such as by int")
         by_lane = _is_by_lane(name, leaf, np.shape(like), state.num_lanes)
-        old, new = jnp.asarray(_held(node), dtype), jnp.asarray(leaf, dtype)
+        old, new = jnp.asarray(_as_env(node), dtype), jnp.asarray(leaf, dtype)
         if traced:
             # so that XLA rounds as for the eager function, whose parameters are arguments rather than constants
             old, new = map(jax.lax.optimization_barrier, (old, new))

@@ -55,15 +55,13 @@ def init(
 ) -> CollectorState:
     """Return the first state of the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`, P by default.
 
-    Call it inside `jit`: outside, a reset runs operation by operation, which for brax takes seconds.
+    Call it inside `jit`: outside, a reset runs operation by operation, which for brax takes seconds. All randomness
+    follows from `key`, uint32[2] or a typed key. `first_lane`, an int or an array [], differs between the parts of a
+    run. `params` are not read here. `env_params` are as for `set_env_params`, and may be traced; by default they are
+    the environment's own `params`.
 
-    All randomness follows from `key`, uint32[2] or a typed key. `first_lane`, an int or an array [], differs between
-    the parts of a run. `params` are not read here. `env_params` are as for `set_env_params`, and may be traced; by
-    default they are the environment's own `params`.
-
-    Raises:
-        TypeError: if `env` is no JAX environment, `policy` cannot be traced, or `key` is no key.
-        EnvError: for an environment whose functions disagree with each other or with its spaces.
+    Raises TypeError if `env` is no JAX environment, `policy` cannot be traced, or `key` is no key, and EnvError for an
+    environment whose functions disagree with each other or with its spaces.
 
     >>> import jax, funcollect as fc
     >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
@@ -72,8 +70,7 @@ def init(
     >>> jax.vmap(lambda key: init(env, policy, None, key=key))(keys).episode.shape
     (3, 4)
     """
-    jax = import_jax()
-    jnp = jax.numpy
+    jax, jnp = import_jax(), import_jax().numpy
     check_jax(env)
     check_traceable(policy)
     policy.check(env.action_spec)
@@ -159,7 +156,7 @@ def step(
     """
     options: dict[str, Any] = {"random_steps": random_steps, "reset_when_done": reset_when_done}
     request = Request(1, params, exploration_type, exploration, max_frames_per_traj, **options)
-    config, bound = _checked_config(env, policy, state, request)
+    config, bound = _config(env, policy, state, request)
     return _step(config, bound, state, run_keys(state.key, state.lane))
 
 
@@ -198,7 +195,7 @@ def rollout(
     """
     options: dict[str, Any] = {"random_steps": random_steps, "reset_when_done": reset_when_done}
     request = Request(length, params, exploration_type, exploration, max_frames_per_traj, **options)
-    config, bound = _checked_config(env, policy, state, request)
+    config, bound = _config(env, policy, state, request)
     keys = run_keys(state.key, state.lane)
     after: tuple[CollectorState, Batch] = import_jax().lax.scan(
         lambda carry, _: _step(config, bound, carry, keys), state, None, length=length
@@ -233,10 +230,9 @@ def evaluate(
     """
     check_positive("episodes", episodes)
     check_positive("max_frames", max_frames)
-    jax = import_jax()
-    jnp = jax.numpy
+    jax, jnp = import_jax(), import_jax().numpy
     first = init(env, policy, params, key=key, env_params=env_params)
-    config, bound = _checked_config(env, policy, first, Request(1, params, exploration_type))
+    config, bound = _config(env, policy, first, Request(1, params, exploration_type))
     keys, count = run_keys(first.key, first.lane), first.num_lanes
     quota = episodes // count + (jnp.arange(count) < episodes % count).astype(jnp.int32)
     first_index = jnp.cumsum(quota) - quota  # of each lane's episodes in the result
@@ -292,9 +288,7 @@ def _step(config: StepConfig, bound: BoundParams, state: CollectorState, keys: A
     return after, nest({places.get(path, path): value for path, value in row.items() if path[-1] != PROBE})
 
 
-def _checked_config(
-    env: JaxEnv, policy: Policy, state: CollectorState, request: Request
-) -> tuple[StepConfig, BoundParams]:
+def _config(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[StepConfig, BoundParams]:
     check_traced_state(env, state)
     source = policy.source if isinstance(policy, LoweredPolicy) else policy
     if isinstance(source, Population) and state.num_lanes != state.total_lanes:

@@ -21,8 +21,7 @@ from typing_extensions import override
 from funcollect.core import traced
 from funcollect.core.batch import ROOT_FLAGS, checked_batch
 from funcollect.core.loops import eager
-from funcollect.core.loops.blocks import OPTIONS as BLOCKS
-from funcollect.core.loops.blocks import BlockLoop, BlockOptions
+from funcollect.core.loops.blocks import OPTIONS, BlockLoop, BlockOptions
 from funcollect.core.request import OpenFor, Request, Rollout, StepOptions, check_state_kind, is_live
 from funcollect.core.state import CollectorState, origin_of, policy_start
 from funcollect.core.traced_step.columns import BatchOfBytes, bucket, memory, packed, recorded_step, typed, write_row
@@ -173,7 +172,7 @@ def block_loop(
     policy: Policy,
     state: CollectorState,
     request: Request,
-    options: BlockOptions = BLOCKS,
+    options: BlockOptions = OPTIONS,
     *,
     bound: BoundParams | None = None,
 ) -> BlockLoop:
@@ -181,7 +180,8 @@ def block_loop(
     step_options, place = request.step_options(env), place_of(state)
     bound = bound or bound_params(policy, request)
     dtypes = tuple(getattr(leaf, "dtype", type(leaf)) for leaf in import_jax().tree.leaves((bound, state.env_params)))
-    cache_key = (origin_of(env), state.num_lanes, step_options, options.key, dtypes)
+    built = *options[:-1], *sorted(options.compiler_options.items())
+    cache_key = (origin_of(env), state.num_lanes, step_options, built, dtypes)
     known: dict[Hashable, BlockLoop] = memo_of(policy).setdefault("blocks", {})
     if (cache_key, place) not in known:
         config = StepConfig.of(env, policy, state.num_lanes, step_options, branches=False)
@@ -198,9 +198,7 @@ def place_of(state: CollectorState) -> Any:
     return place
 
 
-def _loop(
-    env: JaxEnv, policy: Policy, options: StepOptions, capacity: int, bound: BoundParams, state: Any, length: Any
-) -> Any:
+def _loop(env: JaxEnv, policy: Policy, options: StepOptions, capacity: int, bound: Any, state: Any, length: Any) -> Any:
     """Trace the loop. The trip count is traced, since XLA would round a loop of one step differently."""
     config = StepConfig.of(env, policy, state.num_lanes, options)
     bound, keys = opened(bound), run_keys(state.key, state.lane)
@@ -265,14 +263,10 @@ class _CrossingStepper(eager.Stepper):
         self._before, place = state, place_of(state)
         # The actor explores and makes the random steps, so the program does not.
         options = request.step_options(env)._replace(exploration_type=ExplorationType.RANDOM, random_steps=0)
-        self._config = config = StepConfig(
-            env=env,
-            policy=RandomPolicy(env.action_spec),  # any policy without a state
-            answer=lambda action, policy_state, *_: (policy_state, {"action": action}),  # which Torch chose
-            options=options,
-            branches=not (waits_for_host(place) and starts_are_cheap(env, state.env_params)),
-        )
-        cache_key = (state.num_lanes, options, config.branches)
+        branches = not (waits_for_host(place) and starts_are_cheap(env, state.env_params))
+        stateless = RandomPolicy(env.action_spec)  # any policy without a state: Torch has chosen the action
+        config = StepConfig(env, stateless, lambda action, held, *_: (held, {"action": action}), options, branches)
+        cache_key, self._config = (state.num_lanes, options, branches), config
         capacity = bucket(request.length)
         begin = compiled(env, ("crossing", capacity, *cache_key), partial(_begin, config, capacity), place=place)
         follow_torch(*place.device_set)

@@ -46,7 +46,7 @@ def recorded_step(config: StepConfig, bound: Any, state: Traced, keys: RunKeys) 
     return after, {path: value for path, value in row.items() if path not in omitted}
 
 
-def recorded_row(config: StepConfig, bound: Any, state: Traced) -> Row:
+def row_form(config: StepConfig, bound: Any, state: Traced) -> Row:
     """Return the shapes and dtypes of the row that a step records, without the entries of constant columns."""
     keys = run_keys(state.key, state.lane)
     _, row = import_jax().eval_shape(partial(recorded_step, config), bound, state, keys)
@@ -67,15 +67,14 @@ def bucket(length: int) -> int:
 
 def constant_columns(state: Traced, capacity: int) -> Row:
     """Trace the columns [capacity, P] of the entries that are the same at every step."""
-    jnp = import_jax().numpy
-    lanes = (jnp.broadcast_to(getattr(state, path[-1]), state.lane.shape) for path in _CONSTANT)
-    rows = zip(_CONSTANT, map(words.int64, lanes), strict=True)
-    return {path: jnp.broadcast_to(row, (capacity, *row.shape)) for path, row in rows}
+    spread = import_jax().numpy.broadcast_to
+    rows = {path: words.int64(spread(getattr(state, path[-1]), state.lane.shape)) for path in _CONSTANT}
+    return {path: spread(row, (capacity, *row.shape)) for path, row in rows.items()}
 
 
 def memory(config: StepConfig, bound: Any, state: Traced, capacity: int) -> tuple[Row, Row]:
-    """Trace the columns [capacity, P, ...]: zeros for the leaves of `recorded_row`, and the constant ones."""
-    zeros, row = import_jax().numpy.zeros, recorded_row(config, bound, state)
+    """Trace the columns [capacity, P, ...]: zeros for the leaves of `row_form`, and the constant ones."""
+    zeros, row = import_jax().numpy.zeros, row_form(config, bound, state)
     columns = {path: zeros((capacity, *leaf.shape), leaf.dtype) for path, leaf in row.items()}
     return columns, constant_columns(state, capacity)
 
@@ -132,7 +131,15 @@ def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes
     """
     check_kind("env", env, (JaxEnv, type(None)), "pass that of the rollout")
     check_optional_positive("total_lanes", total_lanes)
-    flat = _checked(arrays)
+    check_kind("arrays", arrays, Mapping, "pass the dict that traced.rollout returned")
+    flat = flatten(arrays)
+    needed = [REWARD, _DONE, _EPISODE, LANE, *[("action",)] * all(path[-1] != "action" for path in flat)]
+    if missing := [".".join(path) for path in needed if path not in flat]:
+        raise ValueError(f"the arrays lack {missing}, expected all that traced.rollout returned: pass the whole result")
+    if flat[_DONE].ndim < 2:
+        mend = "give the result of traced.step a time dimension, jax.tree.map(lambda leaf: leaf[None], arrays)"
+        raise ValueError(f"next.done has shape {list(flat[_DONE].shape)}, expected [T, P]: {mend}")
+    check_time_first(flat[LANE])
     dtypes = _COUNTERS if env is None else dtypes_of(env)
     if env is None:
         actions = (path for path, leaf in flat.items() if path[-1] == "action" and np.dtype(leaf.dtype).kind in "iu")
@@ -152,31 +159,12 @@ def _widening(dtypes: frozenset[tuple[Path, torch.dtype]], total_lanes: int) -> 
     return import_jax().jit(partial(_widen, dtypes=dict(dtypes), total_lanes=total_lanes))
 
 
-def _checked(arrays: Any) -> Row:
-    check_kind("arrays", arrays, Mapping, "pass the dict that traced.rollout returned")
-    flat = flatten(arrays)
-    needed = [REWARD, _DONE, _EPISODE, LANE, *[("action",)] * all(path[-1] != "action" for path in flat)]
-    if missing := [".".join(path) for path in needed if path not in flat]:
-        raise ValueError(f"the arrays lack {missing}, expected all that traced.rollout returned: pass the whole result")
-    if flat[_DONE].ndim < 2:
-        mend = "give the result of traced.step a time dimension, jax.tree.map(lambda leaf: leaf[None], arrays)"
-        raise ValueError(f"next.done has shape {list(flat[_DONE].shape)}, expected [T, P]: {mend}")
-    check_time_first(flat[LANE])
-    return flat
-
-
-class _Place(NamedTuple):
-    carrier: str  # the dtype of the packed array that holds the leaf
-    first: int  # its first element there
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-
 class PackedRows:
     """Packs a row: all leaves but large ones share an array of integers with leaves of the same element size."""
 
     def __init__(self, row: Row) -> None:  # of arrays, or their shapes and dtypes
-        self._places: dict[Path, _Place] = {}
+        # by path: the dtype of the packed array that holds the leaf, its first element there, and the leaf's form
+        self._places: dict[Path, tuple[str, int, tuple[int, ...], np.dtype[Any]]] = {}
         self._sizes: dict[str, int] = {}
         self._alone: dict[str, tuple[Path, Any]] = {}  # large leaves
         for path, leaf in row.items():
@@ -186,7 +174,7 @@ class PackedRows:
                 continue
             carrier = str(dtype) if dtype.kind == "c" else f"int{8 * dtype.itemsize}"
             first = self._sizes.get(carrier, 0)
-            self._places[path] = _Place(carrier, first, tuple(leaf.shape), dtype)
+            self._places[path] = carrier, first, tuple(leaf.shape), dtype
             self._sizes[carrier] = first + _padded(math.prod(leaf.shape), dtype.itemsize)
 
     def zeros(self, capacity: int) -> Packed:
@@ -200,31 +188,29 @@ class PackedRows:
         """Trace the arrays [R] of a row."""
         jax = import_jax()
         parts: dict[str, list[Any]] = {name: [] for name in self._sizes}
-        for path, place in self._places.items():
+        for path, (carrier, _, _, dtype) in self._places.items():
             flat = row[path].reshape(-1)
-            if place.dtype.kind == "b":
-                flat = flat.astype(place.carrier)
-            elif str(place.dtype) != place.carrier:
-                flat = jax.lax.bitcast_convert_type(flat, place.carrier)
-            missing = _padded(flat.size, place.dtype.itemsize) - flat.size
-            parts[place.carrier] += [flat, jax.numpy.zeros(missing, place.carrier)] if missing else [flat]
+            if dtype.kind == "b":
+                flat = flat.astype(carrier)
+            elif str(dtype) != carrier:
+                flat = jax.lax.bitcast_convert_type(flat, carrier)
+            missing = _padded(flat.size, dtype.itemsize) - flat.size
+            parts[carrier] += [flat, jax.numpy.zeros(missing, carrier)] if missing else [flat]
         shared = {name: jax.numpy.concatenate(each) for name, each in parts.items()}
         return shared | {name: row[path] for name, (path, _) in self._alone.items()}
 
     def unpack(self, columns: Mapping[str, Tensor]) -> dict[Path, Tensor]:
         """The leaves [T, *shape] over the memory of columns [T, R]."""
-        shared = {path: _leaf(columns[place.carrier], place) for path, place in self._places.items()}
-        return shared | {path: columns[name] for name, (path, _) in self._alone.items()}
+        leaves = dict[Path, Tensor]()
+        for path, (carrier, first, shape, dtype) in self._places.items():
+            flat = columns[carrier].narrow(1, first, math.prod(shape)).view(getattr(torch, dtype.name))
+            leaves[path] = flat.view(len(flat), *shape)
+        return leaves | {path: columns[name] for name, (path, _) in self._alone.items()}
 
 
 def _padded(count: int, itemsize: int) -> int:
     grain = max(_ALIGNED // itemsize, 1)
     return -(-count // grain) * grain
-
-
-def _leaf(columns: Tensor, place: _Place) -> Tensor:
-    flat = columns.narrow(1, place.first, math.prod(place.shape))
-    return flat.view(getattr(torch, place.dtype.name)).view(len(columns), *place.shape)
 
 
 @dataclass(frozen=True)
@@ -244,8 +230,7 @@ def packed(columns: Row) -> tuple[Row, None] | tuple[Any, Places]:
     small = sum(column.nbytes for column in columns.values()) <= _SMALL
     if not small or any(column.dtype.kind == "c" for column in columns.values()):
         return columns, None
-    parts: list[Any] = []
-    places, first = [], 0
+    parts, places, first = list[Any](), [], 0
     for path, column in columns.items():
         places.append((path, first, tuple(column.shape), getattr(torch, column.dtype.name)))
         plain = column.astype("uint8") if column.dtype.kind == "b" else column

@@ -70,9 +70,8 @@ def episode_stats(batch: Batch, previous: TracedEpisodeStats | None = None) -> T
     They are arrays ``[T, P]``, with `ended` True in the last frame of each episode. Results do not depend on how a run
     is cut into batches. Episodes with missing frames are omitted, and so are frames that repeat a finished lane.
 
-    Raises:
-        TypeError: if `batch` is no result of `rollout`, or `previous` not that of this function for the batch before.
-        ValueError: if the batch lacks keys or the time dimension, or has other lanes than the batch before.
+    Raises TypeError if `batch` is no result of `rollout`, or `previous` not that of this function for the batch before,
+    and ValueError if the batch lacks keys or the time dimension, or has other lanes than the batch before.
 
     >>> import jax, funcollect as fc
     >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
@@ -88,7 +87,17 @@ def episode_stats(batch: Batch, previous: TracedEpisodeStats | None = None) -> T
     >>> stats.returns.shape, bool(stats.count > 4)
     ((50, 4), True)
     """
-    rows = _rows(batch)
+    if isinstance(batch, TensorDictBase):
+        raise TypeError("batch is a TensorDict, expected the dict that traced.rollout returned: call fc.episode_stats")
+    check_kind("batch", batch, Mapping, "pass the dict that traced.rollout returned")
+    try:
+        rows = frame_of(batch)
+    except KeyError as error:
+        raise ValueError(f"the batch lacks {error}, expected all that traced.rollout returned: pass it all") from None
+    if rows.done.ndim != 2:
+        mend = "call this inside vmap for batches of several runs, give the result of traced.step a time dimension"
+        raise ValueError(f"next.done has shape {list(rows.done.shape)}, expected [T, P]: {mend}")
+    check_time_first(batch["collector"].get("lane"))
     start: Any = nothing_open(rows.episode[0], rows.reward[0])
     if previous is not None:
         check_kind("previous", previous, TracedEpisodeStats, "pass the result of the last call")
@@ -141,21 +150,6 @@ def nothing_open(episode: Any, reward: Any) -> OpenEpisodes:
     """Return the open episodes [P] of lanes whose earlier frames are not known."""
     jnp = import_jax().numpy
     return OpenEpisodes(episode, jnp.full_like(episode, -1), jnp.zeros_like(reward))
-
-
-def _rows(batch: Any) -> Frame:
-    if isinstance(batch, TensorDictBase):
-        raise TypeError("batch is a TensorDict, expected the dict that traced.rollout returned: call fc.episode_stats")
-    check_kind("batch", batch, Mapping, "pass the dict that traced.rollout returned")
-    try:
-        rows = frame_of(batch)
-    except KeyError as error:
-        raise ValueError(f"the batch lacks {error}, expected all that traced.rollout returned: pass it all") from None
-    if rows.done.ndim != 2:
-        mend = "call this inside vmap for batches of several runs, give the result of traced.step a time dimension"
-        raise ValueError(f"next.done has shape {list(rows.done.shape)}, expected [T, P]: {mend}")
-    check_time_first(batch["collector"].get("lane"))
-    return rows
 
 
 def after_frame(open_: OpenEpisodes, row: Frame) -> tuple[OpenEpisodes, tuple[Any, Any, Any]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from funcollect.core.batch import NEXT_FLAGS, ROOT_FLAGS
-from funcollect.core.env_params import LaneRows, call_in_lanes, map_rows, of_one_lane, recorded_params
+from funcollect.core.env_params import call_in_lanes, map_rows, of_one_lane, recorded_params
 from funcollect.core.request import ANOTHER_POLICY, StepOptions, given_starts, outputs_of_random
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, differing, reset_lane, step_lane
 from funcollect.errors import PolicyError
@@ -70,8 +69,7 @@ def varying(lane: Any, tree: Any) -> Any:
     return where_lanes(lane == lane, tree, tree)  # XLA removes this; JAX's own function changes its name
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepConfig:
+class StepConfig(NamedTuple):
     """The values that are fixed when a loop is compiled."""
 
     env: JaxEnv
@@ -84,7 +82,7 @@ class StepConfig:
     def of(cls, env: JaxEnv, policy: Policy, num_lanes: int, options: StepOptions, branches: bool = True) -> StepConfig:
         """The configuration for a policy that can be traced."""
         answer = jax_policy.traced_policy(policy, env.action_spec, num_lanes, options.exploration_type)
-        return cls(env=env, policy=policy, answer=answer, options=options, branches=branches)
+        return cls(env, policy, answer, options, branches)
 
 
 def step(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -> tuple[Traced, Row]:
@@ -144,15 +142,13 @@ def _act(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
     return policy_state, outputs
 
 
-def _random_start(
-    config: StepConfig, state: Traced, keys: RunKeys, observation: Any, outputs: dict[str, Any]
-) -> dict[str, Any]:
+def _random_start(config: StepConfig, state: Traced, keys: RunKeys, seen: Any, outputs: dict[str, Any]) -> Any:
     """Replace the actions in the first `random_steps` steps. The policy runs all the same, for its other outputs."""
     spec = config.env.action_spec
 
     def randomly() -> dict[str, Any]:
         draw = drawing(keys.of(Purpose.RANDOM_ACTION), state.steps)
-        action, log_prob = jax_policy.traced_random(spec, draw, observation)
+        action, log_prob = jax_policy.traced_random(spec, draw, seen)
         drawn = outputs_of_random(jax_numerics(), config.policy, spec, action, log_prob)
         return outputs | {
             name: jax_policy.like_own(value, outputs[name], is_log_prob=path[-1] == "action_log_prob")
@@ -163,8 +159,7 @@ def _random_start(
     early = (state.steps[1] == 0) & (state.steps[0] < np.uint32(config.options.random_steps))
     if not config.branches:
         return {name: import_jax().numpy.where(early, value, outputs[name]) for name, value in randomly().items()}
-    acted: dict[str, Any] = import_jax().lax.cond(early, randomly, lambda: outputs)
-    return acted
+    return import_jax().lax.cond(early, randomly, lambda: outputs)
 
 
 def _move(config: StepConfig, state: Traced, action: Any, keys: RunKeys) -> Transition:
@@ -176,17 +171,11 @@ def _move(config: StepConfig, state: Traced, action: Any, keys: RunKeys) -> Tran
     return moved._replace(env_state=without_weak_types(moved.env_state), truncated=truncated)
 
 
-def _keep(env: JaxEnv, state: Traced, moved: Transition, finished: Any) -> Transition:
+def _keep(env: JaxEnv, state: Traced, moved: Transition, finished: Any) -> Any:
     """Return the transition in which the `finished` lanes [P] repeat their last state, without reward."""
-    before = moved._replace(
-        env_state=state.env_state.current,
-        observation=assemble(env.observation_space, state.observation),
-        reward=import_jax().numpy.zeros_like(moved.reward),
-        terminated=state.terminated,
-        truncated=state.truncated,
-    )
-    kept: Transition = where_lanes(finished, before, moved)
-    return kept
+    held, still = assemble(env.observation_space, state.observation), import_jax().numpy.zeros_like(moved.reward)
+    before = Transition(state.env_state.current, held, still, state.terminated, state.truncated, moved.info)
+    return where_lanes(finished, before, moved)
 
 
 def by_path(env: JaxEnv, observation: Any) -> dict[Path, Any]:
@@ -216,16 +205,14 @@ def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
     else:
         starts, roots = where_lanes(state.episode == lanes.since, *lanes.spares)
 
-    def begun(rows: LaneRows) -> LaneRows:
-        return rows._replace(current=where_lanes(mask, rows.coming, rows.current))
-
+    begun = partial(where_lanes, mask)
     return state.changed(
-        env_state=lanes._replace(current=where_lanes(mask, starts, lanes.current)),
-        env_params=map_rows(begun, state.env_params),
-        observation=where_lanes(mask, by_path(env, roots), dict(state.observation)),
+        env_state=lanes._replace(current=begun(starts, lanes.current)),
+        env_params=map_rows(lambda rows: rows._replace(current=begun(rows.coming, rows.current)), state.env_params),
+        observation=begun(by_path(env, roots), dict(state.observation)),
         episode=state.episode + mask.astype(state.episode.dtype),
         step=jnp.where(mask, 0, state.step),
-        returns=where_lanes(mask, jnp.zeros_like(state.returns), state.returns),
+        returns=begun(jnp.zeros_like(state.returns), state.returns),
         terminated=state.terminated & ~mask,
         truncated=state.truncated & ~mask,
     )

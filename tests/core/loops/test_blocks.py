@@ -49,7 +49,10 @@ def lowered(env, policy, made_each_step):
     state, request = fc.init(env, policy, seed=0), Request(length=100, random_steps=7)
     loop = over_jax.block_loop(env, policy, state, request, BlockOptions(made_each_step=made_each_step))
     bound = policy.prepare(None), traced_values(request.exploration)
-    moved, rows, *others = loop.arguments(bound, state, K)
+    moved, rest = blocks_module._apart(state)
+    moved, (_, rows, _) = loop._begin(K, 2, keep=True)(moved, rest)
+    left, short, _ = loop._begun(K)
+    others = rest, bound, left, short
     large = len(jax.tree.leaves(moved))
     return loop, [
         (for_cuda(loop.block(K), moved, rows, *others), large + len(rows)),
