@@ -45,8 +45,8 @@ class Page(NamedTuple):
 class Book:
     """What the rollouts of one request have in common; makes a `Page` for each.
 
-    Pages share no memory. On the host NumPy owns it, and leaves and columns are tensors apart: what is done to one
-    leaf, as `Tensor.share_memory_` moves it elsewhere, shows in no other batch.
+    Pages share no memory. On the host NumPy owns it, so that what moves one leaf elsewhere, as `Tensor.share_memory_`
+    does, shows in no other batch.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class Book:
         self._counted = len(like), request.length
         self._size = torch.Size((*[len(like)] * (not single), *[request.length] * request.with_time))
         self._single, self._with_time = single, request.with_time
+        self._layout: Any = {"single": single, "with_time": request.with_time}
         self._lanes, self._steps = 0 if single else slice(None), slice(None) if request.with_time else 0
         dtypes = [row.detach().numpy().dtype if self.on_host else row.dtype for row in rows.values()]
         shapes = [(request.length, *row.shape) for row in rows.values()]
@@ -77,10 +78,8 @@ class Book:
         if self.on_host:
             counted: Any = np.empty(numbers, np.int64), np.zeros(flags, np.bool_)
         else:
-            counted = (
-                torch.empty(numbers, dtype=torch.int64, device=self._device),
-                torch.zeros(flags, dtype=torch.bool, device=self._device),
-            )
+            ids = torch.empty(numbers, dtype=torch.int64, device=self._device)
+            counted = ids, torch.zeros(flags, dtype=torch.bool, device=self._device)
         columns = [self._memory(given.get(path), shape, dtype) for path, shape, dtype in self._columns]
         tensor: Any = torch.from_numpy if self.on_host else torch.Tensor.detach
         shown = [column[self._steps, self._lanes, ...] for column in (*columns[:-1], columns[-1][..., None])]
@@ -98,16 +97,13 @@ class Book:
                 return column
         return np.empty(shape, dtype) if self.on_host else torch.empty(shape, dtype=dtype, device=self._device)
 
-    def _shown(self, column: Tensor) -> Tensor:
-        return shown(column, 0, single=self._single, with_time=self._with_time)
-
     def batch(self, page: Page, beside: Columns) -> TensorDict:
         """Return the locked batch of a page and of the further columns `beside` [T, P, ...]."""
         names = (*beside,)
         if (form := self._forms.get(names)) is None:
             check_apart(names, [path for path in self.paths if path[0] not in RESERVED])
             form = self._forms[names] = form_of((*self.paths, *names), self._size, self._with_time)
-        return form.filled([*page.leaves, *map(self._shown, beside.values())])
+        return form.filled([*page.leaves, *(shown(column, 0, **self._layout) for column in beside.values())])
 
 
 def deliver(
@@ -226,11 +222,11 @@ def _open_returns(xp: Any, before: Any, time: Any, reward: Any, start: Any) -> A
     return rows.cumsum(0)[-1]
 
 
-def reset_counters(state: CollectorState, lanes: Tensor, episode: Tensor) -> dict[str, Tensor]:
-    """Return the counters after the `lanes` of a mask [P] have begun the episodes with the numbers `episode` [P]."""
+def restarted(state: CollectorState, lanes: Tensor, episode: Tensor, **changes: Any) -> CollectorState:
+    """Return the state after `changes`, whose `lanes` [P] (a mask) have begun the episodes numbered `episode` [P]."""
     counters = {name: getattr(state, name) for name in ("step", "returns", "terminated", "truncated")}
     cleared = {name: select(lanes, torch.zeros_like(counter), counter) for name, counter in counters.items()}
-    return {"episode": episode, **cleared}
+    return state.replace(episode=episode, **cleared, **changes)
 
 
 def checked_batch(env: Env, columns: dict[Path, Tensor], *, with_time: bool = True) -> TensorDict:
@@ -244,20 +240,11 @@ def checked_batch(env: Env, columns: dict[Path, Tensor], *, with_time: bool = Tr
 
 def check_reward(reward: Tensor) -> None:
     """Raise EnvError for the first NaN among rewards [T, P] or [T, P, players]; without NaN only one number is read."""
-
-    def complain() -> None:
-        check_rewards(reward.reshape(*reward.shape[:2], -1).sum(-1).cpu().numpy())
-
-    complain_if(reward.sum(), math.isnan, complain)  # inf - inf is NaN, too: `complain` looks for NaN
+    # inf - inf is NaN, too: `check_rewards` looks for NaN
+    complain_if(reward.sum(), math.isnan, lambda: check_rewards(reward[..., None].flatten(2).sum(-1).cpu().numpy()))
 
 
-def as_batch(
-    columns: Mapping[Path, Tensor],
-    *,
-    single: bool,
-    time: int = 0,
-    with_time: bool = True,
-) -> TensorDict:
+def as_batch(columns: Mapping[Path, Tensor], *, single: bool, time: int = 0, with_time: bool = True) -> TensorDict:
     """Return a locked batch [*B, P, T], without P for a `single` environment, and without T unless `with_time`.
 
     The `columns` are [*B, T, P, ...], with `time` dimensions in ``*B``; flags and rewards of one player may lack their

@@ -26,7 +26,7 @@ from funcollect.policies.heads.head import Head, summed
 from funcollect.policies.tensordict_modules.calling import carries_action, read_and_written
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_in_jax import LoweredPolicy
-from funcollect.protocols import Env, JaxEnv, Policy, TorchEnv, is_env
+from funcollect.protocols import DeviceEnv, Env, JaxEnv, Policy, TorchEnv, is_env
 from funcollect.specs import ActionSpec, ExplorationType, GroupedSpec
 from funcollect.tree import Path
 
@@ -135,9 +135,10 @@ def check_ends(max_frames_per_traj: int | None, reset_when_done: bool) -> None:
         raise ValueError(f"{why}, reset_when_done=False keeps it finished: give one of them")
 
 
-def step_limit(env: TorchEnv | JaxEnv, request: Request) -> int | None:
+def step_limit(env: TorchEnv | JaxEnv | DeviceEnv, request: Request) -> int | None:
     """Return the steps after which an episode is truncated: the lower of the environment's and the request's limit."""
-    return min(filter(None, (env.max_episode_steps, request.max_frames_per_traj)), default=None)
+    own = None if env.backend == "device" else env.max_episode_steps
+    return min(filter(None, (own, request.max_frames_per_traj)), default=None)
 
 
 def check_exploration(value: Any) -> None:
@@ -174,8 +175,7 @@ def exploration_values(
     """Return the values of `Policy.exploration`: the `given` ones, and the policy's own for all other names.
 
     Numbers are rounded to float32. Values per lane [L] are reduced to the state's lanes [P], as an array, or a tensor
-    for a policy in Torch. Functions are called with the frames so far, which may wait for a device; traced code has no
-    functions, but its values may be traced.
+    for a policy in Torch. Functions are called with the frames so far, which may wait for a device.
     """
     functions = [name for name, value in given.items() if callable(value)]
     if traced and functions:
@@ -265,11 +265,10 @@ def own_action_warning(policy: Policy, random_frames: int | None) -> str:
     """Return a warning if a policy that may carry its own action is to begin with random frames; else an empty text."""
     if not random_frames or random_frames < 0 or not any(map(_may_carry_action, policies_of(policy))):
         return ""
-    return (
-        f"init_random_frames is {random_frames} with a recurrent policy that chooses its action itself: an action that "
-        "it carries from step to step was not executed in the random frames: give the policy a head (funcollect.heads),"
-        " read the action as an observation (make_env(…, inputs=['prev_action'])), or leave init_random_frames out"
-    )
+    what = f"init_random_frames is {random_frames} with a recurrent policy that chooses its action itself"
+    why = "an action that it carries from step to step was not executed in the random frames"
+    mend = "read the action as an observation (make_env(…, inputs=['prev_action'])), or leave init_random_frames out"
+    return f"{what}: {why}: give the policy a head (funcollect.heads), {mend}"
 
 
 def _may_carry_action(policy: Policy) -> bool:

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from funcollect import protocols
 from funcollect.core.state import CollectorState, Handle
@@ -112,6 +111,7 @@ class LiveSimulators:
     """Simulators on the host or on a device, and the version of the state that may use them."""
 
     steps: int  # of every lane since `init`
+    lanes: Sequence[int] = ()  # those that are seeded one by one
 
     def __init__(self, env: Any, simulators: Any) -> None:
         self._finalizer = weakref.finalize(self, simulators.close)  # first of all: Ctrl-C may come at any moment
@@ -125,6 +125,7 @@ class LiveSimulators:
 
     def seed_again(self) -> None:
         """Give every lane a seed at its next reset: after a broken-off call, simulators may be in any state."""
+        self.unseeded = set(range(len(self.lanes)))
 
     def release(self) -> SimulatorHandle:
         """Return the handle of the next state."""
@@ -146,7 +147,7 @@ class Simulation(LiveSimulators):
     def __init__(self, env: protocols.HostEnv, key: Key, lanes: Tensor, simulators: Any = None) -> None:
         super().__init__(env, env.open() if simulators is None else simulators)
         self._each_episode = env.seeding == "episode"
-        self.lanes: list[int] = lanes.tolist()
+        self.lanes = lanes.tolist()
         paced: Any = self.simulators if isinstance(self.simulators, protocols.PacedSimulators) else None
         self.least_ready: int = paced.least_ready if paced else 0
         self.most_ahead: int = paced.most_ahead if paced else 0
@@ -166,10 +167,6 @@ class Simulation(LiveSimulators):
         self._seeds: list[tuple[int, list[int]]] = [(-1, [])] * len(self.lanes)  # by lane: its last block, the seeds
         self._draw_seeds(slice(None), (episodes[0] + 1) // _SEEDS)
         self.seed_again()
-
-    @override
-    def seed_again(self) -> None:
-        self.unseeded = set(range(len(self.lanes)))
 
     def _draw_seeds(self, lanes: slice, block: int) -> None:
         keys = lane_keys(self.key, Purpose.RESET, np.array(self.lanes))
@@ -388,6 +385,5 @@ def _compare(copy: Simulation, returns: npt.NDArray[np.float64] | None, state: C
     if returns is not None and (different := returns != state.returns.numpy()).any():
         lane = int(different.argmax())
         what = f"lane {lane}: replaying the episode's seed and actions gave the return {returns[lane]}, expected"
-        why = "a wrapper keeps numbers from earlier episodes, such as a running mean of rewards"
-        mend = f"Scale rewards in the batch instead (funcollect.scale_rewards), or {otherwise}"
-        raise ReplayError(f"{what} {float(state.returns[lane])}: {why}. {mend}")
+        why = "a wrapper keeps numbers from earlier episodes, such as a running mean of rewards: scale them in batches"
+        raise ReplayError(f"{what} {float(state.returns[lane])}: {why} (funcollect.scale_rewards), or {otherwise}")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.core.batch import reset_counters
+from funcollect.core.batch import restarted
 from funcollect.core.loops import eager
-from funcollect.core.loops.eager import timed
 from funcollect.core.loops.tensor import TensorLanes, TensorStepper, by_path, check_tensors
 from funcollect.core.request import Request, Rollout
 from funcollect.core.simulators import LiveSimulators, SimulatorHandle
@@ -80,12 +79,8 @@ def reset(env: DeviceEnv, state: CollectorState, lanes: Tensor, *, stale: bool =
     simulation.has_finished &= bool(((state.terminated | state.truncated) & ~lanes).any())
     begun = state.episode if simulation.episode is None else torch.maximum(state.episode, simulation.episode)
     simulation.episode = begun + lanes
-    return state.replace(
-        env_state=simulation.release(),
-        observation=root,
-        steps=max(simulation.steps, state.steps_made),
-        **reset_counters(state, lanes, simulation.episode),
-    )
+    steps, env_state = max(simulation.steps, state.steps_made), simulation.release()
+    return restarted(state, lanes, simulation.episode, env_state=env_state, observation=root, steps=steps)
 
 
 def fork(env: DeviceEnv, state: CollectorState) -> CollectorState:
@@ -97,9 +92,7 @@ def fork(env: DeviceEnv, state: CollectorState) -> CollectorState:
 def check_uncut(env: DeviceEnv, limit: int | None) -> None:
     """Raise ValueError for a limit on trajectories if the simulators cannot reset single lanes."""
     if limit is not None and limit > 0 and not env.resets_lanes:
-        raise ValueError(
-            f"max_frames_per_traj is {limit}, but {env} resets its lanes itself: set a limit in the simulators"
-        )
+        raise ValueError(f"max_frames_per_traj is {limit}, but {env} resets its lanes itself: set a limit there")
 
 
 def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
@@ -114,10 +107,6 @@ class _DeviceStepper(TensorStepper):
     """Steps simulators over tensors. In the batch, lanes that stay finished repeat their last observation."""
 
     @override
-    def _most_steps(self, request: Request) -> int | None:
-        return request.max_frames_per_traj
-
-    @override
     def begin(self) -> None:
         held: SimulatorHandle = self.state.env_state
         if held.simulation.has_finished and self.request.reset_when_done:
@@ -125,12 +114,12 @@ class _DeviceStepper(TensorStepper):
             raise ValueError(f"lanes of the state are finished, and {self.env} has begun others in them: {mend}")
         self._simulation: _DeviceSimulation = held.claim()
         self.waits = True
-        self._move = timed("environment", self._simulation.simulators.step)
+        self._move = eager.timed("environment", self._simulation.simulators.step)
 
     @override
-    def _answer(self, t: int, action: Tensor) -> Transition:
+    def _answer(self, t: int, action: Tensor) -> Any:
         self._moved, self._after = self._move(action)
-        return cast(Transition, self._moved)
+        return self._moved
 
     @override
     def _continue(self, answer: Transition, observed: list[Tensor]) -> Iterable[Tensor]:
@@ -141,7 +130,7 @@ class _DeviceStepper(TensorStepper):
         self.ended = True  # it is not known
         if self._limit is not None:
             cut = done & ~(self._moved.terminated | self._moved.truncated)
-            root = timed("environment", self._simulation.reset_some)(cut, self.root)
+            root = eager.timed("environment", self._simulation.reset_some)(cut, self.root)
             for path, value in root.items():
                 self.root[path].copy_(value)
             self._limit.restart(t, done)

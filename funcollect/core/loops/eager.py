@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import partial
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 
 import optree
 import torch
@@ -31,8 +31,6 @@ from funcollect.processes.system import SIGNS
 from funcollect.protocols import ActorInputs, Columns, Env, Exploration, Policy
 from funcollect.threefry import Words
 from funcollect.tree import Path
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 _STEPS, _WORDS = 64, 1 << 14  # at most, over the short rollouts that share noise
 _SMALL = 1 << 22  # bytes of a rollout up to which it stays open
@@ -109,12 +107,9 @@ class Stepper:
     def after(self, policy_state: Any, counters: dict[str, Tensor]) -> CollectorState:
         """Return the state after the last step."""
         env_state, observation = self.end(counters)
+        steps = self.state.steps_made + self.request.length
         after: CollectorState = self.state.changed(
-            env_state=env_state,
-            observation=observation,
-            policy_state=policy_state,
-            steps=self.state.steps_made + self.request.length,
-            **counters,
+            env_state=env_state, observation=observation, policy_state=policy_state, steps=steps, **counters
         )
         return after
 
@@ -329,9 +324,9 @@ class Clock:
 CLOCK: ContextVar[Clock | None] = ContextVar("clock", default=None)  # of rollouts that are timed
 
 
-def timed(part: str, function: Function) -> Function:
+def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function itself, or in a timed rollout one that adds its time to `part`."""
-    clock: Any = CLOCK.get()
+    clock = CLOCK.get()
     return function if clock is None else clock.timed(part, function)
 
 
@@ -355,35 +350,28 @@ class TimedLoops(dict[str, Callable[..., Rollout]]):
             result = loop(env, policy, *given)
         finally:
             CLOCK.reset(token)
-        seconds = time.perf_counter() - began
-        parts = {"rollout": seconds} if name in _COMPILED else _parts(seconds, clock.seconds, name == "crossing")
-        for part, spent in parts.items():
-            self.seconds[part] += spent
+        self._count(name, time.perf_counter() - began, clock.seconds)
         self.loop, self.cpu = name, self.cpu + time.process_time() - cpu
         return result
 
-
-def _parts(whole: float, spent: dict[str, float], compiled_env: bool) -> dict[str, float]:
-    """The seconds of a rollout by part, from the seconds `spent` in its calls.
-
-    Recording is the time of the steps outside of these calls; a compiled environment includes it.
-    """
-    recording = max(spent["steps"] - spent["environment"] - spent["policy"], 0.0)
-    return {
-        "environment": spent["environment"] + recording * compiled_env,
-        "policy": spent["policy"] + spent["finish"],
-        **({} if compiled_env else {"recording": recording}),
-        "preparation": max(whole - spent["steps"] - spent["finish"] - spent["delivery"], 0.0),
-        "delivery": spent["delivery"],
-    }
+    def _count(self, name: str, whole: float, spent: dict[str, float]) -> None:
+        """Add the seconds of a rollout by part, from the seconds `spent` in its calls."""
+        if name in _COMPILED:
+            self.seconds["rollout"] += whole
+            return
+        recording = max(spent["steps"] - spent["environment"] - spent["policy"], 0.0)  # outside of these calls
+        self.seconds["environment"] += spent["environment"]
+        self.seconds["environment" if name == "crossing" else "recording"] += recording  # a compiled step records
+        self.seconds["policy"] += spent["policy"] + spent["finish"]
+        self.seconds["preparation"] += max(whole - spent["steps"] - spent["finish"] - spent["delivery"], 0.0)
+        self.seconds["delivery"] += spent["delivery"]
 
 
 def _on_accelerator(env: Env, policy: Policy) -> bool:
     """Whether calls of the environment or of the policy may return before their work is done."""
     if not torch.cuda.is_available():
         return False
-    policy_device = policy.run_device if isinstance(policy, TorchBacked) else None
-    devices = [env.device] if env.backend in ("torch", "device") else []
-    if any(str(device).startswith("cuda") for device in (policy_device, *devices)):
+    devices = [policy.run_device if isinstance(policy, TorchBacked) else None, getattr(env, "device", None)]
+    if any(str(device).startswith("cuda") for device in devices):
         return True
     return "jax" in (env.backend, policy.backend) and import_jax().default_backend() == "gpu"

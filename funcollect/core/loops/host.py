@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.core.batch import reset_counters
+from funcollect.core.batch import restarted
 from funcollect.core.loops.eager import Stepper, TrajectoryLimit, timed
 from funcollect.core.request import Request
 from funcollect.core.simulators import Simulation, SimulatorHandle, rebuild, record_of
@@ -36,9 +36,8 @@ def init(env: HostEnv, policy: Policy, key: Key, first_lane: int, total_lanes: i
     simulation = Simulation(env, key, lane)
     try:
         if env.forking == "snapshot" and not isinstance(simulation.simulators, SnapshotSimulators):
-            what = f"{type(simulation.simulators).__name__} lacks snapshot() or restore(), expected both"
-            mend = "write both (see funcollect.envs.SnapshotSimulators), or change forking"
-            raise TypeError(f"{what}, since {env} has forking='snapshot': {mend}")
+            what = f"{type(simulation.simulators).__name__} lacks snapshot() or restore(), expected both, as {env} has"
+            raise TypeError(f"{what} forking='snapshot': write both (funcollect.envs.SnapshotSimulators), or change it")
         simulation.restart(range(len(lane)))
         observation, env_state = simulation.observation(), simulation.release()
         return first_state(env, policy, key, lane, total_lanes, env_state=env_state, observation=observation)
@@ -72,12 +71,9 @@ def reset(
     if simulation.carried:
         simulation.carried = None if lanes.all() else simulation.carried.without(lanes.numpy())
     episode = torch.where(lanes, torch.tensor(simulation.episodes), state.episode)  # other lanes may be ahead of theirs
-    return state.replace(
-        env_state=simulation.release(),
-        observation=simulation.observation(),
-        steps=max(simulation.steps, state.steps_made),
-        **reset_counters(state, lanes, episode),
-    )
+    steps, env_state = max(simulation.steps, state.steps_made), simulation.release()
+    observation = simulation.observation()
+    return restarted(state, lanes, episode, env_state=env_state, observation=observation, steps=steps)
 
 
 def fork(env: HostEnv, state: CollectorState) -> CollectorState:
@@ -246,8 +242,7 @@ class _FinishedLanes:
     """Steps only unfinished lanes. The others repeat their last outcome, and `deliver` sets their rewards to 0."""
 
     def __init__(self, simulation: Simulation, lanes: Iterable[int]) -> None:
-        self._simulation = simulation
-        self._lanes: set[int] = set()
+        self._simulation, self._lanes = simulation, set[int]()
         self.add(lanes)
 
     def add(self, lanes: Iterable[int]) -> None:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from funcollect.core.loops import eager
-from funcollect.core.loops.eager import timed
 from funcollect.core.loops.host import HostStepper
 from funcollect.core.request import EXPLORATION, Request, Rollout, outputs_of_random
 from funcollect.core.state import CollectorState
@@ -37,7 +36,7 @@ from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.processes.system import SIGNS
 from funcollect.protocols import Actor, ActorInputs, Columns, HostEnv, Outcome, Policy
 from funcollect.specs import assemble
-from funcollect.tree import Path
+from funcollect.tree import Path, as_path
 
 MEND = "make the environment with wait='all'"
 _SHARED = 64  # the most calls of a policy that share an actor
@@ -62,10 +61,8 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
     state.env_state.check()
     live = state.env_state.simulation
     if live.most_ahead and (request.compact_obs or not request.reset_when_done):
-        raise EnvError(
-            f"{env} moves all lanes together, so that some run ahead of a rollout, expected next observations in the "
-            "batch, and lanes that begin other episodes: leave compact_obs out, and evaluate in another environment"
-        )
+        what = f"{env} moves all lanes together, so that some run ahead of a rollout, expected next observations"
+        raise EnvError(f"{what}, and lanes that restart: leave compact_obs out, and evaluate in another environment")
     if live.most_ahead or (live.least_ready and request.length > 1 and request.reset_when_done):
         return eager.Opened(OwnPaceStepper(env, policy, state, request), random_words).run()
     return eager.run(HostStepper, env, policy, state, request)
@@ -79,8 +76,8 @@ class OwnPaceStepper(HostStepper):
         self._random_left = request.random_steps - state.steps_made
         _check_lanes_apart(policy, policy.noise(env.action_spec))
         live, lanes = state.env_state.simulation, state.num_lanes
-        self._send = timed("environment", live.simulators.send_some)
-        self._receive = timed("environment", live.simulators.receive_some)
+        self._send = eager.timed("environment", live.simulators.send_some)
+        self._receive = eager.timed("environment", live.simulators.receive_some)
         self._seen = {path: rows.copy() for path, rows in self._rows.items()}  # what the policy reads
         shown = self._seen if policy.backend == "jax" else {k: torch.from_numpy(rows) for k, rows in self._seen.items()}
         self.observation = assemble(env.observation_space, shown)
@@ -106,14 +103,12 @@ class OwnPaceStepper(HostStepper):
 
     @override
     def bind(self, inputs: ActorInputs) -> Actor:
-        def drawn(noise: Noise | None, purpose: Purpose) -> Tensor | None:
-            if noise is None:
-                return None
-            state = self.state
-            return draw_ahead(noise, state.key, state.lane_ids, state.steps_made, self._most, purpose)
-
-        noise = inputs.noise if self._waits else drawn(self.policy.noise(inputs.spec), Purpose.NOISE)
-        early = drawn(random_noise(inputs.spec), Purpose.RANDOM_ACTION) if self._random_left > 0 else None
+        of_run, noise = (self.state.key, self.state.lane_ids, self.state.steps_made, self._most), inputs.noise
+        if not self._waits and (own := self.policy.noise(inputs.spec)):
+            noise = draw_ahead(own, *of_run, Purpose.NOISE)
+        early = None
+        if self._random_left > 0:
+            early = draw_ahead(random_noise(inputs.spec), *of_run, Purpose.RANDOM_ACTION)
         carried = self._carried.outputs if self._carried else {}
         inputs = inputs._replace(noise=noise, length=self._most)
         actor = LanesActor(self.policy, inputs, carried, early, self._random_left, self.request.length)
@@ -144,10 +139,8 @@ class OwnPaceStepper(HostStepper):
             if not self._waits:
                 ready = [lane for lane in self._lanes if lane not in live.busy]
                 if made.max() >= self._most:
-                    raise EnvError(
-                        f"lane {made.argmax()} is {self._most - length} steps ahead of a lane that begins many "
-                        "episodes, as many as max_carry allows: pass more to make_env, or make longer rollouts"
-                    )
+                    what = f"lane {made.argmax()} is {self._most - length} steps ahead of a lane that begins episodes"
+                    raise EnvError(f"{what}, as many as max_carry allows: pass more to make_env, or a longer rollout")
             action = None
             if ready:
                 self._look(made[ready], ready)
@@ -197,7 +190,7 @@ class OwnPaceStepper(HostStepper):
         self.ended = True
         if self.request.compact_obs:
             self._keep_final(steps[over], ended)
-        timed("environment", self._simulation.restart)(ended)
+        eager.timed("environment", self._simulation.restart)(ended)
         if self._limit is not None:
             self._limit.restart(steps[over], ended)
         return ended
@@ -221,13 +214,10 @@ class OwnPaceStepper(HostStepper):
         for store, column in zip(self._delivered, self._memory, strict=False):
             store[...] = column[:length]
         beyond, self.ended = slice(length, int(self._made.max()) + 1), True
-        self._simulation.carried = Carried(
-            self._made - length,
-            [column[beyond].copy() for column in self._memory],
-            {path: column[beyond].clone() for path, column in outputs.items()},
-            tuple(self._explored),
-            np.zeros(len(self._made), bool),
-        )
+        memory = [column[beyond].copy() for column in self._memory]
+        kept = {path: column[beyond].clone() for path, column in outputs.items()}
+        begun = np.zeros(len(self._made), bool)
+        self._simulation.carried = Carried(self._made - length, memory, kept, tuple(self._explored), begun)
         delivered = {path: column[:length] for path, column in outputs.items()}
         for name, (column, _) in self._explored.items():
             delivered[(*EXPLORATION, name)] = torch.from_numpy(column[:length].copy())
@@ -313,8 +303,8 @@ class LanesActor(Actor):
             put_random(outputs, found, (0, random))
             action = outputs["action",][0]
         self._keep(outputs)
-        if self._remembers:  # the next state for these lanes, the old one for the others
-            self._state = select_state(self._policy, self._mask(lanes), state, self._state)
+        if self._remembers:
+            self._select(lanes, state)
         return action
 
     def _keep(self, outputs: Columns) -> None:
@@ -327,16 +317,17 @@ class LanesActor(Actor):
             self._column(path, rows)[steps, lanes] = rows[calls, lanes]
         self._calls.clear()
 
-    def _mask(self, lanes: Sequence[int]) -> Tensor:
-        mask = torch.zeros(len(self._every), dtype=torch.bool)
+    def _select(self, lanes: Sequence[int], chosen: Any) -> None:
+        """Take the recurrent state of these lanes from `chosen`."""
+        mask = np.zeros(len(self._every), bool)
         mask[lanes] = True
-        return mask
+        self._state = select_state(self._policy, torch.from_numpy(mask), chosen, self._state)
 
     @override
     def restart(self, lanes: Any) -> None:
         if self._remembers:
             self._begun[lanes] = True
-            self._state = select_state(self._policy, self._mask(lanes), self._inputs.initial_state, self._state)
+            self._select(lanes, self._inputs.initial_state)
 
     @override
     def finish(self) -> tuple[Any, Columns]:
@@ -346,28 +337,20 @@ class LanesActor(Actor):
 def _check_same(what: str, carried: Collection[Any], own: Collection[Any]) -> None:
     """Raise PolicyError if the carried rows have other `what`, by name, than those of this policy."""
     if {*carried} != {*own}:
-        found, wanted = (
-            sorted(".".join(name) if isinstance(name, tuple) else name for name in names) for names in (carried, own)
-        )
-        raise PolicyError(
-            f"lanes have run ahead by rows of a policy with the {what} {found}, expected those of this one, {wanted}: "
-            "begin new episodes with funcollect.recover(env, state)"
-        )
+        found, wanted = (sorted(map(".".join, map(as_path, names))) for names in (carried, own))
+        rule = f"lanes have run ahead by rows of a policy with the {what} {found}, expected {wanted}, as this one has"
+        raise PolicyError(f"{rule}: begin new episodes with funcollect.recover(env, state)")
 
 
 def _check_lanes_apart(policy: Policy, noise: Noise | None) -> None:
     """Raise PolicyError for a policy whose data would depend on which lanes answer first."""
     if noise is not None and noise.kind == "key":
-        raise PolicyError(
-            "the policy takes `key`, that of the first lane, which may be at another step than the others, expected "
-            f"noise of each lane: take `keys`, or a head, or {MEND}"
-        )
+        what = "the policy takes `key`, that of the first lane, which may be at another step than the others"
+        raise PolicyError(f"{what}, expected noise of each lane: take `keys`, or a head, or {MEND}")
     for member in policy.policies.values() if isinstance(policy, GroupPolicy) else ():
         _check_lanes_apart(member, None)
     module = policy.module if isinstance(policy, TorchBacked) else None
     for part in module.modules() if isinstance(module, nn.Module) else ():
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training:
-            raise PolicyError(
-                f"the policy has a {type(part).__name__} in training mode, whose answers depend on all lanes, expected "
-                f"lanes apart: call module.eval(), or {MEND}"
-            )
+            what = f"the policy has a {type(part).__name__} in training mode, whose answers depend on all lanes"
+            raise PolicyError(f"{what}, expected lanes apart: call module.eval(), or {MEND}")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from funcollect.core.batch import NEXT_FLAGS, Book, deliver, reset_counters
+from funcollect.core.batch import NEXT_FLAGS, Book, deliver, restarted
 from funcollect.core.loops import eager
 from funcollect.core.loops.eager import Stepper, TrajectoryLimit, inputs_of, timed
 from funcollect.core.request import NOWHERE, Request, Rollout, given_starts, step_limit
@@ -49,9 +49,8 @@ def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: 
     for leaf in optree.tree_leaves(env_state, namespace=NAMESPACE):
         if not isinstance(leaf, Tensor) or leaf.shape[:1] != lane.shape:
             got = tuple(leaf.shape) if isinstance(leaf, Tensor) else shown(leaf)
-            wanted = f"tensors [{len(lane)}, ...] in nodes that optree knows"
-            mend = f"keep constants in params, register classes with optree in {NAMESPACE!r}"
-            raise EnvError(f"the env_state that reset of {env} returned holds {got}, expected {wanted}: {mend}")
+            what = f"the env_state that reset of {env} returned holds {got}, expected tensors [{len(lane)}, ...] in"
+            raise EnvError(f"{what} nodes of optree: keep constants in params, register classes in {NAMESPACE!r}")
     return first_state(env, policy, key, lane, total_lanes, env_state=env_state, observation=observation)
 
 
@@ -63,7 +62,7 @@ def reset(env: TorchEnv, state: CollectorState, lanes: Tensor, *, to: Any = None
     else:
         start = given_starts(env, held, to, lambda observe, states: observe(states, params), _differing, by_path)
     env_state, observation = select(lanes, start, held)
-    return state.replace(env_state=env_state, observation=observation, **reset_counters(state, lanes, episode))
+    return restarted(state, lanes, episode, env_state=env_state, observation=observation)
 
 
 def _differing(one: Any, other: Any) -> str:
@@ -163,23 +162,19 @@ class TensorStepper(Stepper):
         # the observation by key, each [P, ...]: the same memory throughout
         self.root = {leaf.path: fixed(lanes.observation[leaf.path]) for leaf in env.observation_leaves}
         self.observation = as_read(env, policy, self.root)
-        self._most = self._most_steps(request)
+        self._most = step_limit(env, request)
         self._forms: Any = None  # shapes and dtypes of the transition that was checked last
         self._prepare(lanes)
 
     @override
     def again(self, state: CollectorState, request: Request) -> bool:
-        if self._most_steps(request) != self._most:
+        if step_limit(self.env, request) != self._most:
             return False
         self.state, self.request, lanes = state, request, self._lanes
         for path, root in self.root.items():
             root.copy_(state.observation[path])
         self._prepare(TensorLanes.of(state, (lanes.start_keys, lanes.step_keys)))
         return True
-
-    def _most_steps(self, request: Request) -> int | None:
-        """The steps after which an episode is truncated."""
-        return step_limit(self.env, request)
 
     def _prepare(self, lanes: TensorLanes) -> None:
         columns, count = self._turn_page(self.root, self.root), len(self.root)
@@ -252,11 +247,9 @@ class TensorStepper(Stepper):
             _check_tensor(env, f"info {path[-1]!r}", value, tuple(column.shape[1:]), column.dtype)
             column[t] = value
 
-    def _answer(self, t: int, action: Tensor) -> Transition:
-        lanes = self._lanes
-        key = LaneKeys(lanes.lane, lanes.step_keys, lanes.steps + t)
-        answer: Transition = self._move(key, self._env_state, action, lanes.env_params)
-        return answer
+    def _answer(self, t: int, action: Tensor) -> Any:
+        lanes, before = self._lanes, self._env_state
+        return self._move(LaneKeys(lanes.lane, lanes.step_keys, lanes.steps + t), before, action, lanes.env_params)
 
     def _continue(self, answer: Transition, observed: list[Tensor]) -> Iterable[Tensor]:
         """Keep the environment's state; return the observations [P, ...] that the policy reads next."""
@@ -329,23 +322,18 @@ def run_captured(env: TorchEnv, policy: Policy, state: CollectorState, request: 
         counters, batch = deliver(state, request, book, page, actor.outputs_of(recorded))
         in_graph: Any = (before.lanes.env_state, before.lanes.observation, before.recurrent)
         env_state, observation, recurrent = optree.tree_map(torch.clone, in_graph, namespace=NAMESPACE)
-    return state.replace(
-        env_state=env_state,
-        observation=observation,
-        policy_state=inputs.policy_state._replace(recurrent=recurrent, generator=generator),
-        steps=state.steps_made + request.length,
-        **counters,
-    ), batch
+    policy_state = inputs.policy_state._replace(recurrent=recurrent, generator=generator)
+    changes = {"env_state": env_state, "observation": observation, "policy_state": policy_state, **counters}
+    return state.replace(steps=state.steps_made + request.length, **changes), batch
 
 
 def _before(env: TorchEnv, policy: TorchPolicy, state: CollectorState, inputs: ActorInputs) -> _Before:
     steps = torch.full((1,), state.steps_made, device=env.device)  # `torch.tensor` would wait for its copy
-    lanes = TensorLanes.of(state)._replace(steps=steps)
-    recurrent = inputs.policy_state.recurrent
+    lanes, recurrent = TensorLanes.of(state)._replace(steps=steps), inputs.policy_state.recurrent
     if recurrent is not None:
         recurrent = select(lanes.step == 0, inputs.initial_state.recurrent, recurrent)
-    values = numbers_on(inputs.exploration.values, env.device)
     noise_keys = LaneKeys.of(state.key, Purpose.NOISE, lanes.lane, 0).keys
+    values = numbers_on(inputs.exploration.values, env.device)
     return _Before(lanes, recurrent, policy.tensors(inputs.params), noise_keys, values)
 
 
@@ -391,9 +379,8 @@ def _steps(
     )
     with actor.running():
         stepper.make_steps(actor.act, actor.restart)
-        following = before._replace(
-            lanes=stepper.lanes(), recurrent=actor.recurrent, tensors=before.tensors | policy.buffers()
-        )
+        tensors = before.tensors | policy.buffers()
+        following = before._replace(lanes=stepper.lanes(), recurrent=actor.recurrent, tensors=tensors)
         ends = dict(zip(_ENDS, (stepper.book.terminated, stepper.book.truncated), strict=True))
         recorded = dict(zip(stepper.book.paths, stepper.page.columns))  # noqa: B905  (the counters' paths follow)
         columns = {**stepper.infos, **recorded, **ends}
