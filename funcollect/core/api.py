@@ -46,10 +46,9 @@ def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
 
     All randomness follows from `seed`, an int in [0, 2**64). None draws one; ``state.seed`` holds it.
 
-    Raises:
-        TypeError: if `env` is no environment (see `make_env`) or `policy` no policy (see `torch_policy`, `jax_policy`).
-        ValueError: for a seed out of range, or a policy that does not suit the environment's spaces.
-        EnvError: if an environment does not reset.
+    Raises TypeError if `env` is no environment (see `make_env`) or `policy` no policy (see `torch_policy`,
+    `jax_policy`), ValueError for a seed out of range or a policy that does not suit the environment's spaces, and
+    EnvError if an environment does not reset.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
@@ -112,16 +111,14 @@ def rollout(
     >>> state.frames, batch.batch_size, batch["observation"].shape, batch["next", "reward"].shape
     (32, torch.Size([2, 16]), torch.Size([2, 16, 4]), torch.Size([2, 16, 1]))
     """
-    request = _request(length, params, exploration_type, exploration, max_frames_per_traj, with_time=True)
+    request = _request(length, params, exploration_type, exploration, max_frames_per_traj, True)
     return run(env, policy, state, request)
 
 
 _checked = lru_cache(maxsize=256)(Request)  # so that plain values are checked once
 
 
-def _request(
-    length: Any, params: Any, exploration_type: Any, exploration: Any, limit: Any, *, with_time: bool
-) -> Request:
+def _request(length: Any, params: Any, exploration_type: Any, exploration: Any, limit: Any, with_time: bool) -> Request:
     plain = exploration is NO_VALUES and type(length) is int and type(exploration_type) is ExplorationType
     if plain and (limit is None or type(limit) is int):
         return _checked(length, None, exploration_type, max_frames_per_traj=limit, with_time=with_time).given(params)
@@ -191,7 +188,7 @@ def step(
     >>> fc.step(env, policy, fc.init(env, policy, seed=0))[1]["observation"].shape
     torch.Size([2, 4])
     """
-    return run(env, policy, state, _request(1, params, exploration_type, exploration, None, with_time=False), "step")
+    return run(env, policy, state, _request(1, params, exploration_type, exploration, None, False), "step")
 
 
 def reset(
@@ -238,14 +235,12 @@ def reset(
     return _reset(env, state, mask, **starts)
 
 
-def _reset(
-    env: Env, state: CollectorState[Array], mask: Any, *, stale: bool = False, **starts: Any
-) -> CollectorState[Array]:
+def _reset(env: Env, state: CollectorState, mask: Any, *, stale: bool = False, **starts: Any) -> CollectorState:
     place = state.lane.device if isinstance(state.lane, Tensor) else torch.device("cpu")  # over JAX, too
     count = state.num_lanes
     lanes = torch.ones(count, dtype=torch.bool, device=place) if mask is None else checked_mask(mask, count, place)
     with memory_for(lambda: f"a reset of {state.num_lanes:,} environments"):
-        after: CollectorState[Array] = _BACKENDS[env.backend].reset(env, state, lanes, stale=stale, **starts)
+        after: CollectorState = _BACKENDS[env.backend].reset(env, state, lanes, stale=stale, **starts)
         return after
 
 
@@ -287,8 +282,8 @@ def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
         ReplayError: for an environment that supports neither (EnvPool, TorchRL's, wrappers with running statistics,
             ``replayable=False``), for an episode with more than 128 MiB of actions over all lanes, and if a new
             simulator returns another observation.
-        EnvError: if an environment raises during the replay. A vector environment steps all its lanes together, also
-            those whose episode has not begun yet, so one that refuses illegal actions may raise.
+        EnvError: if an environment raises during the replay, as a vector environment may that refuses illegal actions:
+            it steps all its lanes together, also those whose episode has not begun yet.
         StaleStateError: if the state has been superseded by a later one.
         ValueError: for an environment instance that cannot be rebuilt.
 
@@ -319,8 +314,7 @@ def apply(
     Calls are not saved: after one, `save` needs ``episodes="restart"``, and you call the function again after `load`.
     `evaluate` runs environments as they were made.
 
-    Returns:
-        The next state (`state` is stale), and the results in the order of lanes.
+    Returns the next state (`state` is stale), and the results in the order of lanes.
 
     Raises:
         TypeError: for an environment without an object for each lane, and for a function, arguments or results that

@@ -103,7 +103,7 @@ class Book:
         if (form := self._forms.get(names)) is None:
             check_apart(names, [path for path in self.paths if path[0] not in RESERVED])
             form = self._forms[names] = form_of((*self.paths, *names), self._size, self._with_time)
-        return form.filled([*page.leaves, *(shown(column, 0, **self._layout) for column in beside.values())])
+        return form.filled([*page.leaves, *[shown(column, 0, **self._layout) for column in beside.values()]])
 
 
 def deliver(

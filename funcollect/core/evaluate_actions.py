@@ -87,14 +87,10 @@ def evaluate_actions(
         policy_state: ``state.policy_state`` from before the rollout, if the batch holds no recurrent states. The batch
             must then be the whole rollout in its order; a missing first step cannot be detected.
 
-    Returns:
-        By name, each in the shape [...] of the batch: ``action_log_prob``, ``entropy`` in nats, if the head or the
-        distribution defines them, and all other network outputs. ``epsilon`` and ``temperature`` are the batch's.
-
-    Raises:
-        TypeError: for a policy that has no head or distribution, or whose function draws random numbers itself or
-            reads the environment's state.
-        ValueError: for a batch that lacks a needed key, or does not fit `policy_state`.
+    Returns by name, each in the shape [...] of the batch: ``action_log_prob``, ``entropy`` in nats, if the head or the
+    distribution defines them, and all other network outputs. ``epsilon`` and ``temperature`` are the batch's. Raises
+    TypeError for a policy that has no head or distribution, or whose function draws random numbers itself or reads the
+    environment's state, and ValueError for a batch that lacks a needed key, or does not fit `policy_state`.
 
     >>> import torch, funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
@@ -198,11 +194,7 @@ def network_of(policy: TorchPolicy | FunctionPolicy, params: Any) -> _Forward:
             raise TypeError(f"{what}: train one that reads observations alone on the batch's actions and other outputs")
         return partial(policy.called, policy.params if params is None else params)  # which may be traced
     module = TorchBacked.bound(policy, policy.prepare(params))  # not compiled: Torch differentiates it
-
-    def call(observation: Any, recurrent: Any) -> tuple[Any, Any]:
-        return split_recurrent(module(*policy.arguments(observation, recurrent)), recurrent)
-
-    return call
+    return lambda observation, recurrent: split_recurrent(module(*policy.arguments(observation, recurrent)), recurrent)
 
 
 class _Recurrent(NamedTuple):
@@ -212,23 +204,20 @@ class _Recurrent(NamedTuple):
 
 
 def _recurrent(xp: Any, policy: TorchPolicy | FunctionPolicy, rows: Leaves, policy_state: Any) -> _Recurrent:
-    initial = policy.init(_ANY, 1)
-    if isinstance(policy, TorchPolicy):
-        initial = initial.on(rows[_ACTION].device).recurrent
+    states, action = (policy.init(_ANY, 1), policy_state), rows[_ACTION]
+    initial, start = (one.on(action.device).recurrent if isinstance(one, TorchPolicyState) else one for one in states)
     if policy_state is None:
         names = recurrent_names(xp.leaves(initial))
         if any((name,) not in rows for name in names):
             what = f"the batch lacks {names}, the recurrent state before each step, and policy_state is not given"
             raise ValueError(f"{what}: make the policy with record_state=True, or pass policy_state from before it")
-        columns = iter([rows[name,] for name in names])
-        return _Recurrent(initial, True, xp.map(lambda _: next(columns), initial))
-    if isinstance(policy_state, TorchPolicyState):
-        policy_state = policy_state.on(rows[_ACTION].device).recurrent
-    given, initials = ([tuple(leaf.shape) for leaf in xp.leaves(state)] for state in (policy_state, initial))
+        columns = iter(names)
+        return _Recurrent(initial, True, xp.map(lambda _: rows[next(columns),], initial))
+    given, initials = ([tuple(leaf.shape) for leaf in xp.leaves(state)] for state in (start, initial))
     if [shape[1:] for shape in given] != [shape[1:] for shape in initials]:
         wanted = [("P", *shape[1:]) for shape in initials]
         raise ValueError(f"policy_state has leaves of the shapes {given}, expected {wanted}: pass state.policy_state")
-    return _Recurrent(initial, False, policy_state)
+    return _Recurrent(initial, False, start)
 
 
 def _outputs(

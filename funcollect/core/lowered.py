@@ -39,14 +39,12 @@ _MOST_ROWS = 3  # of an example: a module treats all batch sizes other than 1 al
 def lower_policy(policy: Policy, env: Env) -> LoweredPolicy | GroupPolicy:
     """Return a Torch policy as a JAX policy, its module lowered: for `funcollect.traced`, and for training in JAX.
 
-    A policy by group or by player stays one, and its Torch policies are lowered.
-
     Its ``params`` are arrays by dotted name, read from the module at each access; ``load(params)`` writes such arrays
-    into the module. `funcollect.rollout` lowers by itself.
+    into the module. A policy by group or by player stays one, and its Torch policies are lowered. `funcollect.rollout`
+    lowers by itself.
 
-    Raises:
-        TypeError: for a policy that neither `torch_policy` nor `tensordict_policy` made.
-        LoweringError: for a module that cannot be lowered, with the reason and the place in the module.
+    Raises TypeError for a policy that neither `torch_policy` nor `tensordict_policy` made, and LoweringError for a
+    module that cannot be lowered, with the reason and the place in the module.
 
     >>> import jax, torch, funcollect as fc
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=4)
@@ -203,10 +201,8 @@ def _state_in_jax(policy: Policy, state: Any, rows: int) -> Any:
 def _state_in_torch(policy: Policy, after: Any, before: Any, step: Any, rows: int = 1) -> Any:
     """The state `after` a loop, of the kind of `before`. A part has `rows` for each lane; lanes are at `step` [P]."""
     if isinstance(policy, GroupPolicy):
-        return {
-            name: _state_in_torch(part, after[name], before[name], step, rows * policy.rows_in_lane(name))
-            for name, part in policy.policies.items()
-        }
+        parts = [(*item, rows * policy.rows_in_lane(item[0])) for item in policy.policies.items()]
+        return {name: _state_in_torch(part, after[name], before[name], step, count) for name, part, count in parts}
     if not isinstance(policy, LoweredPolicy):
         return after
     if before.recurrent is None:

@@ -61,9 +61,7 @@ def save(path: str | os.PathLike[str], state: CollectorState, *, episodes: Episo
     write_data(file, _KIND, snapshot(state, episodes))
 
 
-def load(
-    path: str | os.PathLike[str], env: Env, policy: Policy, *, episodes: Episodes = "continue"
-) -> CollectorState[Any]:
+def load(path: str | os.PathLike[str], env: Env, policy: Policy, *, episodes: Episodes = "continue") -> CollectorState:
     """Read a state that `save` wrote. The next rollout is bit for bit the one that the saved state would have made.
 
     `env` and `policy` must be like those that made the state; the policy's parameters are not in the file. `episodes`
@@ -209,11 +207,8 @@ def _description(state: CollectorState, env: Env | None = None) -> dict[str, Any
         env = state.env_state.simulation.env
     backend = env.backend if env else "torch" if isinstance(state.lane, Tensor) else "jax"
     rows = {path: [[*row.shape[1:]], str(row.dtype).removeprefix("torch.")] for path, row in state.observation.items()}
-    return {
-        "kind": _KINDS[backend],
-        "forking": env.forking if isinstance(env, HostEnv) else None,
-        "observation": dict(sorted(rows.items())),
-    }
+    forking = env.forking if isinstance(env, HostEnv) else None
+    return {"kind": _KINDS[backend], "forking": forking, "observation": dict(sorted(rows.items()))}
 
 
 def counts_in(data: Mapping[str, Any], *, copies: bool = False) -> dict[str, Any]:

@@ -71,8 +71,7 @@ def evaluate(
     first = dict(state.observation)
     lanes = torch.arange(state.num_lanes)
     quota = episodes // state.num_lanes + (lanes < episodes % state.num_lanes).long()
-    parts: list[EpisodeStats] = []
-    of_group: list[EpisodeStats] = []
+    parts, of_group = list[EpisodeStats](), list[EpisodeStats]()
     finished, agents = torch.zeros_like(quota), 1
     try:
         while bool((finished < quota).any()):
