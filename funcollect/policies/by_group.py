@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import optree
 import torch
 from torch import Tensor
@@ -13,18 +16,18 @@ from typing_extensions import override
 
 from funcollect.arguments import check_keys, check_kind
 from funcollect.errors import PolicyError
+from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memo import memo_of
 from funcollect.keys import Key, Noise
-from funcollect.policies.base import PolicyBase, check_policy, device_of, select_program
+from funcollect.policies.base import PolicyBase, check_policy, device_of, lane_mask
 from funcollect.policies.checks import check_action
-from funcollect.policies.group_actor import GroupActor, joined
 from funcollect.policies.jax_functions.jax_policy import FunctionPolicy, check_sees_all
 from funcollect.policies.numerics import of_kind
 from funcollect.policies.population import LaneIds, Population
-from funcollect.policies.torch_modules.torch_backed import TorchPolicyState, apart
+from funcollect.policies.torch_modules.torch_backed import apart
 from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, Policy
 from funcollect.specs import PRESENT, ActionSpec, ExplorationType, GroupedSpec
-from funcollect.tree import NAMESPACE, moved, select, there
+from funcollect.tree import NAMESPACE, there
 
 
 def by_group(policies: Mapping[str, Policy], *, together: Sequence[str] = ()) -> GroupPolicy:
@@ -144,13 +147,11 @@ class GroupPolicy(PolicyBase):
 
     @override
     def check(self, spec: Any, /) -> None:
-        groups = getattr(spec, "groups", None)
+        groups = getattr(spec, "groups", {})
         if not groups or groups.keys() != self.policies.keys():
             had = f"the groups {[*groups]}" if groups else "no groups of agents"
-            raise ValueError(
-                f"a policy by_group acts for {[*self.policies]}, and the environment has {had}, expected the same "
-                "names: correct them"
-            )
+            what = f"a policy by_group acts for {[*self.policies]}, and the environment has {had}"
+            raise ValueError(f"{what}, expected the same names: correct them")
         sizes = {name: 1 if name in self.together else group.n for name, group in groups.items()}
         recurrent = any(getattr(policy, "initial_state", None) is not None for policy in self.policies.values())
         if recurrent and self._sizes not in ({}, sizes):
@@ -160,27 +161,10 @@ class GroupPolicy(PolicyBase):
         for name, policy in self.policies.items():
             policy.check(self.spec_of(name, spec))
 
-    def _noises(self, spec: GroupedSpec) -> dict[str, Noise | None]:
-        return {name: policy.noise(self.spec_of(name, spec)) for name, policy in self.policies.items()}
-
     @override
-    def noise(self, spec: ActionSpec, /) -> Noise | None:
-        places = self.places(spec)
-        return Noise(kind="uniform", shape=(max(map(max, places.values())) + 1,)) if places else None
-
-    def places(self, spec: Any) -> dict[str, list[int]]:
-        """For each group with noise, the indices of its numbers in the noise of a step: by agent, in its order."""
-        places: dict[str, list[int]] = {}
-        for name, noise in self._noises(spec).items():
-            if noise is not None and noise.kind in ("key", "keys"):
-                raise PolicyError(
-                    f"the policy of the group {name!r} takes keys of JAX, expected noise of a head: give it a head"
-                )
-            if noise is not None:  # an agent's numbers do not depend on how many the others need
-                drawn = spec.groups[name].names[: 1 if name in self.together else None]
-                first = [spec.order.index(agent) for agent in drawn]
-                places[name] = [agent + word * len(spec.order) for agent in first for word in range(noise.words)]
-        return places
+    def noise(self, spec: Any, /) -> Noise | None:
+        places = [place for part in self.parts(spec).values() for place in part.places]
+        return Noise(kind="uniform", shape=(max(places) + 1,)) if places else None
 
     @override
     def init(self, key: Key, num_envs: int, /) -> Any:
@@ -248,22 +232,20 @@ class GroupPolicy(PolicyBase):
             del outputs[f"{name}.action"]
         return after, {"action": joined(actions, spec), **outputs}
 
-    def parts(self, spec: GroupedSpec) -> dict[str, _Part]:
+    def parts(self, spec: Any) -> dict[str, _Part]:
         """The part of each group, in the order in which actions are joined."""
-        noises, places = self._noises(spec), self.places(spec)
-        agents = {name: 0 if name in self.together else group.n for name, group in spec.groups.items()}
-        return {
-            name: _Part(
-                name,
-                self.policies[name],
-                self.spec_of(name, spec),
-                n,
-                spec.groups[name].comes_and_goes,
-                noises[name],
-                places.get(name, []),
-            )
-            for name, n in agents.items()
-        }
+        parts = {}
+        for name, group in spec.groups.items():
+            policy, own, n = self.policies[name], self.spec_of(name, spec), 0 if name in self.together else group.n
+            kind = policy.noise(own)
+            if kind is not None and kind.kind in ("key", "keys"):
+                what = f"the policy of the group {name!r} takes keys of JAX"
+                raise PolicyError(f"{what}, expected noise of a head: give it a head")
+            # An agent's numbers do not depend on how many the others need.
+            agents, words = [spec.order.index(agent) for agent in group.names[: n or 1]], kind.words if kind else 0
+            places = [agent + word * len(spec.order) for agent in agents for word in range(words)]
+            parts[name] = _Part(name, policy, own, n, group.comes_and_goes, kind, places)
+        return parts
 
 
 class _Part(NamedTuple):
@@ -307,22 +289,99 @@ class _Part(NamedTuple):
         return value.reshape(*lead, num_envs, self.n, *value.shape[len(lead) + 1 :]) if self.n else value
 
 
-def select_state(policy: Policy, mask: Any, chosen: Any, other: Any) -> Any:
-    """A policy's state: lanes of the mask [P] from `chosen`, the other lanes, and Torch's generator, from `other`."""
-    if isinstance(policy, GroupPolicy):
-        after = {}
-        for name, part in policy.policies.items():
-            n = policy.rows_in_lane(name)
-            rows = mask if n == 1 else mask.repeat_interleave(n) if isinstance(mask, Tensor) else mask.repeat(n)
-            after[name] = select_state(part, rows, chosen[name], other[name])
-        return after
-    if policy.backend == "jax":
-        return select_program()(mask.numpy(force=True) if isinstance(mask, Tensor) else mask, chosen, other)
-    if not isinstance(chosen, TorchPolicyState):
-        return select(mask, chosen, other)
-    held = chosen.carried or other.carried  # nothing before a first step, which stands for zeros
-    blank = optree.tree_map(torch.zeros_like, held, namespace=NAMESPACE) if held else None
-    states = [(state.recurrent, state.carried or blank) for state in (chosen, other)]
-    device = next((device for device in map(device_of, states) if device.type != "cpu"), torch.device("cpu"))
-    recurrent, carried = select(mask.to(device), *moved(states, device))
-    return other._replace(recurrent=recurrent, carried=carried)
+def joined(actions: Sequence[Any], spec: ActionSpec) -> Any:
+    """The actions [..., A] of all groups as one array."""
+    if len(actions) == 1:
+        return actions[0].to(spec.dtype) if isinstance(actions[0], Tensor) else actions[0]
+    if all(isinstance(action, np.ndarray) for action in actions):
+        return np.concatenate(actions, -1, dtype=spec.space.dtype, casting="same_kind")
+    if any(isinstance(action, Tensor) for action in actions):
+        tensors = (one if isinstance(one, Tensor) else torch.from_numpy(np.array(one)) for one in actions)
+        return torch.cat([tensor.to(spec.dtype) for tensor in tensors], -1)
+    return import_jax().numpy.concatenate(actions, -1)
+
+
+def _zeros_for(mask: Any, observed: Any, own: Any) -> Callable[[], Any]:
+    """A function that copies observations [P, n, ...] to `own`, with zeros where the mask [P, n] is False."""
+    mask = mask.reshape(*mask.shape, *[1] * (observed.ndim - mask.ndim))  # a view
+    if not isinstance(own, Tensor):
+        return lambda: np.copyto(own, np.where(mask, observed, np.zeros((), own.dtype)))
+    return partial(torch.where, mask, observed, torch.zeros((), dtype=own.dtype, device=own.device), out=own)
+
+
+class PartsActor(Actor):
+    """Base class of actors that call the actors of several policies, `_actors` by name."""
+
+    def __init__(self, policy: GroupPolicy, inputs: ActorInputs) -> None:
+        self._policy = policy
+        self._actors = {name: self._actor_of(name, part) for name, part in self._begin(inputs).items()}
+
+    def _begin(self, inputs: ActorInputs) -> dict[str, ActorInputs]:
+        """Begin a rollout; return the inputs of each actor."""
+        raise NotImplementedError
+
+    def _actor_of(self, name: str, inputs: ActorInputs) -> Actor:
+        return self._policy.policies[name].actor(inputs)
+
+    @override
+    def again(self, inputs: ActorInputs, /) -> bool:
+        by_name = self._begin(inputs)
+        return all(actor.again(by_name[name]) for name, actor in self._actors.items())
+
+    @override
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for actor in self._actors.values():
+                stack.enter_context(actor.running())
+            yield
+
+
+class GroupActor(PartsActor):
+    """The actors of all groups, which read views of the loop's observations, or copies with zeros for absent agents."""
+
+    def __init__(self, policy: GroupPolicy, inputs: ActorInputs) -> None:
+        self._parts = policy.parts(inputs.spec)
+        self._rows: dict[str, Any] = {}  # what each policy reads: the same memory at all steps
+        self._masked: list[Callable[[], Any]] = []
+        for name, part in self._parts.items():
+            observed = inputs.observation[name]["observation"]
+            if part.comes_and_goes:
+                own = optree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf.copy(), observed)
+                zeros = partial(_zeros_for, inputs.observation[name][PRESENT])
+                self._masked += optree.tree_leaves(optree.tree_map(zeros, observed, own))
+                observed = own
+            self._rows[name] = part.flat(observed)
+        super().__init__(policy, inputs)
+
+    @override
+    def _begin(self, inputs: ActorInputs) -> dict[str, ActorInputs]:
+        self._inputs, by_name = inputs, {}
+        for name, part in self._parts.items():
+            of_group = self._policy.inputs_of(name, inputs, self._rows[name], part.noise(inputs.noise))
+            num_envs = inputs.num_envs * max(part.n, 1)
+            by_name[name] = of_group._replace(spec=part.spec, num_envs=num_envs, single=False)
+        return by_name
+
+    @override
+    def act(self, t: int) -> Any:
+        for copy_with_zeros in self._masked:
+            copy_with_zeros()
+        rows = self._inputs.num_envs
+        return joined([actor.act(t).reshape(rows, -1) for actor in self._actors.values()], self._inputs.spec)
+
+    @override
+    def restart(self, lanes: Sequence[int] | Tensor) -> None:
+        mask = lane_mask(lanes, self._inputs.num_envs)
+        for name, part in self._parts.items():
+            self._actors[name].restart(mask.repeat_interleave(part.n) if part.n else mask)
+
+    @override
+    def finish(self) -> tuple[Any, Columns]:
+        states, columns, actions = {}, Columns(), []
+        lead, num_envs = (self._inputs.length,), self._inputs.num_envs
+        for name, part in self._parts.items():
+            states[name], outputs = self._actors[name].finish()
+            actions.append(outputs.pop(("action",)).reshape(*lead, num_envs, -1))
+            columns |= {(name, *path): part.by_agent(column, num_envs, lead) for path, column in outputs.items()}
+        return states, {("action",): joined(actions, self._inputs.spec), **columns}

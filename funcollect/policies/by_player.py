@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
+import optree
 import torch
 from gymnasium import spaces
 from torch import Tensor
@@ -15,14 +16,15 @@ from funcollect.arguments import check_kind
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import Noise
-from funcollect.policies.base import PolicyBase, check_policy, device_of, lane_mask
-from funcollect.policies.by_group import GroupPolicy, select_state
-from funcollect.policies.group_actor import PartsActor
+from funcollect.policies.base import PolicyBase, check_policy, device_of, lane_mask, select_program
+from funcollect.policies.by_group import GroupPolicy, PartsActor
 from funcollect.policies.jax_functions.jax_policy import check_sees_all
 from funcollect.policies.numerics import of_kind
 from funcollect.policies.random_policy import RandomPolicy
+from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
 from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, Policy
 from funcollect.specs import PLAYER, ActionSpec, Space
+from funcollect.tree import NAMESPACE, moved, select
 
 
 def by_player(policies: Sequence[Policy]) -> PlayerPolicy:
@@ -76,37 +78,31 @@ class PlayerPolicy(GroupPolicy):
         player = parts.get(PLAYER)
         if not isinstance(player, spaces.Discrete) or player.start or int(player.n) != len(self.policies):
             observed = f"{PLAYER!r} in {player}" if player else [*parts] or space
-            raise ValueError(
-                f"a policy by_player acts for {len(self.policies)} players, and the environment observes {observed}, "
-                f"expected a Dict with {PLAYER!r}, a Discrete with one number for each: pass as many policies, or take "
-                "by_group for agents that move together"
-            )
-
-    def _noise_kinds(self, spec: ActionSpec) -> tuple[Noise | None, dict[str, Noise | None]]:
-        """The noise to draw for all policies, uniform if they want several kinds; and the noise of each by name."""
-        wanted = {name: policy.noise(spec) for name, policy in self.policies.items()}
-        kinds = {noise for noise in wanted.values() if noise is not None}
-        if len(kinds) < 2:
-            return next(iter(kinds), None), wanted
-        if any(noise.kind in ("key", "keys") for noise in kinds):
-            raise PolicyError("some policies by_player take keys of JAX, expected noise of heads: give each a head")
-        return Noise(kind="uniform", shape=(max(noise.words for noise in kinds),)), wanted
+            what = f"a policy by_player acts for {len(self.policies)} players, and the environment observes {observed}"
+            mend = "pass as many policies, or take by_group for agents that move together"
+            raise ValueError(f"{what}, expected a Dict with {PLAYER!r}, a Discrete with one number for each: {mend}")
 
     @override
     def noise(self, spec: ActionSpec, /) -> Noise | None:
-        return self._noise_kinds(spec)[0]
+        """That of the policies if they want one kind, otherwise uniform numbers for `noises`."""
+        kinds = {noise for policy in self.policies.values() if (noise := policy.noise(spec)) is not None}
+        if len(kinds) < 2:
+            return next(iter(kinds), None)
+        if any(noise.kind in ("key", "keys") for noise in kinds):
+            raise PolicyError("some policies by_player take keys of JAX, expected noise of heads: give each a head")
+        return Noise(kind="uniform", shape=(max(noise.words for noise in kinds),))
 
     def noises(self, noise: Any, spec: ActionSpec) -> dict[str, Any]:
         """The noise [..., P, *shape] of each policy, from the numbers that the method `noise` describes."""
-        drawn, wanted = self._noise_kinds(spec)
-
-        def converted(kind: Noise | None) -> Any:
-            if kind is None or kind == drawn:
-                return None if kind is None else noise
-            part = of_kind(kind, noise[..., : kind.words])
-            return part.reshape(*part.shape[:-1], *kind.shape)
-
-        return {name: converted(kind) for name, kind in wanted.items()}
+        kinds, noises = {name: policy.noise(spec) for name, policy in self.policies.items()}, dict[str, Any]()
+        is_one_kind = len({*kinds.values()} - {None}) < 2
+        for name, kind in kinds.items():
+            if kind is None or is_one_kind:
+                noises[name] = None if kind is None else noise
+            else:
+                part = of_kind(kind, noise[..., : kind.words])
+                noises[name] = part.reshape(*part.shape[:-1], *kind.shape)
+        return noises
 
     @override
     def actor(self, inputs: ActorInputs, /) -> Actor:
@@ -133,6 +129,8 @@ class PlayerPolicy(GroupPolicy):
 class PlayerActor(PartsActor):
     """The actors of all players."""
 
+    _policy: PlayerPolicy
+
     @override
     def _begin(self, inputs: ActorInputs) -> dict[str, ActorInputs]:
         policy, self._player = self._policy, inputs.observation[PLAYER]
@@ -146,8 +144,7 @@ class PlayerActor(PartsActor):
         policy = self._policy.policies[name]
         if policy.remembers(inputs.policy_state):
             return _Remembering(policy, inputs, int(name))
-        actor: Actor = policy.actor(inputs)
-        return actor
+        return policy.actor(inputs)
 
     @override
     def act(self, t: int) -> Any:
@@ -203,6 +200,27 @@ class _Remembering(Actor):
         return self._state, {path: torch.cat([step[path] for step in self._held]) for path in self._held[0]}
 
 
+def select_state(policy: Policy, mask: Any, chosen: Any, other: Any) -> Any:
+    """A policy's state: lanes of the mask [P] from `chosen`, the other lanes, and Torch's generator, from `other`."""
+    if isinstance(policy, GroupPolicy):
+        after = {}
+        for name, part in policy.policies.items():
+            n = policy.rows_in_lane(name)
+            rows = mask if n == 1 else mask.repeat_interleave(n) if isinstance(mask, Tensor) else mask.repeat(n)
+            after[name] = select_state(part, rows, chosen[name], other[name])
+        return after
+    if policy.backend == "jax":
+        return select_program()(mask.numpy(force=True) if isinstance(mask, Tensor) else mask, chosen, other)
+    if not isinstance(chosen, TorchPolicyState):
+        return select(mask, chosen, other)
+    held = chosen.carried or other.carried  # nothing before a first step, which stands for zeros
+    blank = optree.tree_map(torch.zeros_like, held, namespace=NAMESPACE) if held else None
+    states = [(state.recurrent, state.carried or blank) for state in (chosen, other)]
+    device = next((device for device in map(device_of, states) if device.type != "cpu"), torch.device("cpu"))
+    recurrent, carried = select(mask.to(device), *moved(states, device))
+    return other._replace(recurrent=recurrent, carried=carried)
+
+
 def _chosen(player: Any, outputs: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
     """The outputs [..., P, ...] of the policy of the moving `player` [..., P]; zeros for outputs that it lacks."""
     chosen: dict[Any, Any] = {}
@@ -211,22 +229,17 @@ def _chosen(player: Any, outputs: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]
         if len({tuple(value.shape) for value in values.values()}) > 1:
             shapes = {number: list(value.shape) for number, value in values.items()}
             raise PolicyError(f"the policies of players return {name!r} of the shapes {shapes}, expected equal ones")
-        for number, value in values.items():
-            chosen[name] = _where(player, number, value, chosen.get(name))
+        turn, *arrays = _in_one_library([player, *values.values()])
+        xp: Any = torch if isinstance(turn, Tensor) else np if isinstance(arrays[0], np.ndarray) else import_jax().numpy
+        for number, value in zip(values, arrays, strict=True):
+            mask = (turn == number).reshape(*turn.shape, *[1] * (value.ndim - turn.ndim))
+            chosen[name] = xp.where(mask, value, chosen[name] if name in chosen else xp.zeros_like(value))
     return chosen
 
 
-def _where(player: Any, number: int, value: Any, other: Any) -> Any:
-    """The value [..., P, ...] where it is this player's turn, otherwise the other one, or zeros."""
-    if isinstance(value, Tensor) or isinstance(other, Tensor) or isinstance(player, Tensor):
-        xp: Any = torch
-        device = player.device if isinstance(player, Tensor) else None
-        value, other, player = (
-            array if array is None or isinstance(array, Tensor) else torch.from_numpy(np.array(array))
-            for array in (value, other, player)
-        )
-        value, other = (tensor if tensor is None else tensor.to(device) for tensor in (value, other))
-    else:
-        xp = np if isinstance(value, np.ndarray) else import_jax().numpy
-    mask = (player == number).reshape(*player.shape, *[1] * (value.ndim - player.ndim))
-    return xp.where(mask, value, xp.zeros_like(value) if other is None else other)
+def _in_one_library(arrays: list[Any]) -> list[Any]:
+    """The arrays as tensors on the device of the first if one of them is a tensor, otherwise as they are."""
+    if not any(isinstance(array, Tensor) for array in arrays):
+        return arrays
+    tensors = [array if isinstance(array, Tensor) else torch.from_numpy(np.array(array)) for array in arrays]
+    return [tensor.to(tensors[0].device) for tensor in tensors]

@@ -35,22 +35,17 @@ def check_action(action: Any, spec: ActionSpec, num_envs: int, kind: type = obje
     """Raise PolicyError unless `action` is [P, *spec.shape], of a dtype that the space takes, and of class `kind`."""
     wanted = (num_envs, *spec.shape)
     if not hasattr(action, "shape"):
-        raise PolicyError(
-            f"the policy's action is {type(action).__name__}, expected an array of shape {wanted}: return one"
-        )
+        what = f"the policy's action is {type(action).__name__}"
+        raise PolicyError(f"{what}, expected an array of shape {wanted}: return one")
     if tuple(action.shape) != wanted:
-        raise PolicyError(
-            f"action has shape {tuple(action.shape)}, the space {spec.space} wants {wanted} for {num_envs} "
-            f"environment{'s' if num_envs > 1 else ''}: return one action of shape {spec.shape} per environment"
-            f"{_encoding(action, spec, num_envs)}"
-        )
+        what = f"action has shape {tuple(action.shape)}, the space {spec.space} wants {wanted}"
+        mend = f"return one action of shape {spec.shape} per environment{_encoding(action, spec, num_envs)}"
+        raise PolicyError(f"{what} for {num_envs} environment{'s' if num_envs > 1 else ''}: {mend}")
     if not _takes(spec, action.dtype):
         raise PolicyError(f"action has dtype {action.dtype}, the space {spec.space} wants {spec.dtype}: cast it")
     if not isinstance(action, kind):
-        raise PolicyError(
-            f"the policy's action is a {type(action).__module__}.{type(action).__name__}, expected a torch.Tensor: "
-            "return a tensor, or wrap a JAX function with funcollect.jax_policy"
-        )
+        what = f"the policy's action is a {type(action).__module__}.{type(action).__name__}, expected a torch.Tensor"
+        raise PolicyError(f"{what}: return a tensor, or wrap a JAX function with funcollect.jax_policy")
 
 
 def _takes(spec: ActionSpec, dtype: Any) -> bool:
@@ -75,18 +70,16 @@ def checked_lead(action: Any, spec: ActionSpec, shapes: Mapping[Leaf, Sequence[i
     for leaf, shape in shapes.items():
         lead = shape[: len(shape) - len(leaf.shape)]
         if tuple(action.shape) != (*lead, *spec.shape):
-            raise ValueError(
-                f"action has shape {list(action.shape)} beside {leaf.name!r} of {list(lead)} frames, expected "
-                f"{[*lead, *spec.shape]}, since one in {spec.space} has {list(spec.shape)}: pass actions as collected"
-            )
+            what = f"action has shape {list(action.shape)} beside {leaf.name!r} of {list(lead)} frames"
+            why = f"since one in {spec.space} has {list(spec.shape)}"
+            raise ValueError(f"{what}, expected {[*lead, *spec.shape]}, {why}: pass actions as collected")
     if not _takes(spec, action.dtype):
         raise ValueError(f"the batch's action is {action.dtype}, the space {spec.space} wants {spec.dtype}: cast it")
     dims = action.ndim - len(spec.shape)
     if spec.categories and not isinstance(action, (Tensor, import_jax().core.Tracer)):  # JAX would score another choice
         for at in _outside(torch.from_numpy(np.array(action)), spec).nonzero()[:, :dims].tolist():
-            raise ValueError(
-                f"action {at} is {action[tuple(at)].tolist()}, expected one of {spec.space}: pass actions as collected"
-            )
+            mend = "pass actions as collected"
+            raise ValueError(f"action {at} is {action[tuple(at)].tolist()}, expected one of {spec.space}: {mend}")
     return tuple(action.shape[:dims])
 
 
@@ -97,10 +90,8 @@ def check_rows(outputs: Mapping[str, Any], num_envs: int, kind: type = object) -
         if shape is None or shape[:1] != (num_envs,):
             got = type(output).__name__ if shape is None else f"of shape {shape}"
             wanted = "a tensor" if kind is Tensor else "an array"
-            raise PolicyError(
-                f"the policy's output {name!r} is {got}, expected {wanted} of shape [{num_envs}, ...]: return one row "
-                "per environment"
-            )
+            what = f"the policy's output {name!r} is {got}"
+            raise PolicyError(f"{what}, expected {wanted} of shape [{num_envs}, ...]: return one row per environment")
 
 
 def overlap(one: Path, two: Path) -> bool:
@@ -112,26 +103,23 @@ def check_apart(outputs: Iterable[Path], observation: Iterable[Path]) -> None:
     """Raise PolicyError if an output of the policy has the key of an observation."""
     for path, other in itertools.product(outputs, observation):
         if overlap(path, other):
-            raise PolicyError(
-                f"the policy's output {'.'.join(path)!r} collides with the observation {'.'.join(other)!r}, which "
-                "the batch keeps under that key: rename the output"
-            )
+            what = f"the policy's output {'.'.join(path)!r} collides with the observation {'.'.join(other)!r}"
+            raise PolicyError(f"{what}, which the batch keeps under that key: rename the output")
 
 
 def check_recurrent(answer: Any, before: Any) -> None:
     """Raise PolicyError unless a recurrent policy returned a pair (answer, state), the state shaped like `before`."""
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
-        raise PolicyError(
-            f"the policy has an initial_state and returned {type(answer).__name__}, expected the pair "
-            "(answer, next_state): return both, or leave initial_state out"
-        )
-    kinds = [isinstance(state, Mapping) for state in (answer[1], before)]
-    shapes = [[list(getattr(leaf, "shape", ())) for leaf in optree.tree_leaves(state)] for state in (answer[1], before)]
-    if kinds[0] != kinds[1] or shapes[0] != shapes[1]:
-        got = f"has the shapes {shapes[0]}, expected {shapes[1]}"
-        if kinds[0] != kinds[1]:
-            got = f"is {type(answer[1]).__name__}, expected {type(before).__name__} as initial_state"
-        raise PolicyError(f"the policy's next state {got}: return (answer, next_state), with the batch dimension")
+        what = f"the policy has an initial_state and returned {type(answer).__name__}"
+        raise PolicyError(f"{what}, expected the pair (answer, next_state): return both, or leave initial_state out")
+    after, mend = answer[1], "return (answer, next_state), with the batch dimension"
+    if isinstance(after, Mapping) != isinstance(before, Mapping):
+        what = f"the policy's next state is {type(after).__name__}, expected {type(before).__name__}"
+        raise PolicyError(f"{what} as initial_state: {mend}")
+    leaves = map(optree.tree_leaves, (after, before))
+    got, wanted = ([list(getattr(leaf, "shape", ())) for leaf in each] for each in leaves)
+    if got != wanted:
+        raise PolicyError(f"the policy's next state has the shapes {got}, expected {wanted}: {mend}")
 
 
 def check_32_bits(observation: Columns) -> None:
@@ -174,17 +162,17 @@ def finish_columns(
     if not (chosen and spec.categories):  # a floating action may lie outside its Box: many environments clip it
         if action.is_floating_point():
             what = "the action is infinite, expected finite numbers"
-            complain_if(action.sum(), _not_finite, lambda: _raise_at(torch.isinf(action), what, action, _LOOK))
+            complain_if(
+                action.sum(),
+                lambda total: not math.isfinite(total),  # the sum of both infinities is NaN
+                lambda: _raise_at(torch.isinf(action), what, action, _LOOK),
+            )
         else:
             wrong = _outside(action, spec)
             what = f"the action is outside its space, expected {'one-hot rows for ' * spec.one_hot}{spec.space}"
             complain_if(wrong.any(), bool, partial(_raise_at, wrong, what, action, "return one of these"))
     _check_numbers({path: column for path, column in columns.items() if column is not action}, parameters or {})
     return columns | {("action",): action.to(spec.dtype)}
-
-
-def _not_finite(total: float) -> bool:
-    return not math.isfinite(total)  # the sum of both infinities is NaN
 
 
 def _check_numbers(columns: Columns, causes: Columns) -> None:
@@ -199,9 +187,8 @@ def _raise_nan(path: Path, column: Tensor, causes: Columns) -> None:
     rows = torch.stack([mask.reshape(*mask.shape[:2], -1).any(-1) for mask in wrong]).any(0)
     for step, lane in rows.nonzero()[:1].tolist():  # none if only the sum is NaN
         if found := {cause: leaf for cause, leaf in causes.items() if bool(leaf[step, lane].isnan().any())}:
-            names = " and ".join(map(".".join, found))
             (_, first), *others = found.items()
-            what = f"{names} {'is' if len(found) == 1 else 'are'} NaN, expected numbers"
+            what = f"{' and '.join(map('.'.join, found))} {'are' if others else 'is'} NaN, expected numbers"
             _raise_at(rows, what, first, _LOOK, dict(others))
         known = causes or [(name,) for name in _RULES]
         rules = [rule for name, rule in _RULES.items() if path == ("action_log_prob",) and (name,) in known]
@@ -218,19 +205,13 @@ def _raise_at(wrong: Tensor, what: str, column: Tensor, mend: str, causes: Colum
 
 
 class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises PolicyError if this thread draws from Torch's generator; other threads may draw."""
+    """A context in which this thread must not draw from Torch's generator, else PolicyError; other threads may draw."""
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise PolicyError(
-                f"the policy draws from Torch's generator ({func}), so that its data would depend on which lanes "
-                "answer first, expected noise of its head: leave a head to sample, or make the environment with "
-                "wait='all'"
-            )
+            what = f"the policy draws from Torch's generator ({func})"
+            why = "so that its data would depend on which lanes answer first"
+            mend = "leave a head to sample, or make the environment with wait='all'"
+            raise PolicyError(f"{what}, {why}, expected noise of its head: {mend}")
         return func(*args, **(kwargs or {}))
-
-
-def no_draws() -> NoDraws:
-    """A context in which this thread must not draw from Torch's generator."""
-    return NoDraws()  # type: ignore[no-untyped-call]

@@ -28,8 +28,9 @@ from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import NOT_RECORDED, bad_info, bad_outcome, check_outcome
 from funcollect.errors import EnvError, PolicyError
 from funcollect.keys import Noise, Purpose, draw_ahead, random_words
-from funcollect.policies.by_group import GroupPolicy, select_state
-from funcollect.policies.checks import NoDraws, no_draws
+from funcollect.policies.by_group import GroupPolicy
+from funcollect.policies.by_player import select_state
+from funcollect.policies.checks import NoDraws
 from funcollect.policies.numerics import TORCH
 from funcollect.policies.random_policy import RandomActor, put_random, random_noise
 from funcollect.policies.torch_modules.torch_backed import TorchBacked
@@ -282,7 +283,7 @@ class LanesActor(Actor):
         steps = np.minimum(made, self._inputs.length - 1)
         noise = None if self._drawn is None else self._drawn[steps, self._every]
         if not (number := len(self._calls)):
-            self._draws = None if self._actors else no_draws()  # for the first call
+            self._draws = None if self._actors else NoDraws()  # type: ignore[no-untyped-call]  # for the first call
             self._open(made, noise)
             if self._begun.any():  # which the actor does not know from the state, such as `is_init`
                 self._actor.restart(torch.from_numpy(self._begun.copy()))
