@@ -17,14 +17,13 @@ from funcollect.arguments import check_number
 from funcollect.errors import PolicyError
 from funcollect.keys import Noise
 from funcollect.messages import form
-from funcollect.policies.heads.head import Head, Outputs, Parameters, check_bounds
+from funcollect.policies.heads.head import Head, Outputs, Parameters
 from funcollect.policies.numerics import encode_choices, in_32_bits
 from funcollect.specs import ActionSpec
 from funcollect.tree import ranked
 
 __all__ = ["boltzmann", "categorical", "clipped_normal", "epsilon_greedy", "greedy", "normal", "tanh_normal"]
 
-_BESIDE = "; with other outputs beside it, return a dict such as {'logits': …, 'value': …}"
 _UNSQUASHED = "action_unsquashed"
 _INSIDE = 1 - 1e-6  # the largest tanh that is inverted
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(32)  # for expectations over a standard normal distribution
@@ -51,19 +50,16 @@ class _Discrete(Head):
 
     def check(self, spec: ActionSpec) -> None:
         if not spec.categories:
-            raise ValueError(
-                f"the head {self.name} needs a Discrete or MultiDiscrete action space, got {spec.space}: "
-                "use normal or tanh_normal for a Box, no head for MultiBinary"
-            )
+            what = f"the head {self.name} needs a Discrete or MultiDiscrete action space, got {spec.space}"
+            raise ValueError(f"{what}: use normal or tanh_normal for a Box, no head for MultiBinary")
 
     def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> Parameters:
-        wanted = spec.choices
         shape: Sequence[int] = getattr(answer, "shape", ())
-        if len(shape) < 2 or shape[-1] != wanted:
-            raise PolicyError(
-                f"the policy returned {form(answer)}, the head {self.name} wants [P, {wanted}]: "
-                f"one number for each choice of {spec.space}{_BESIDE if isinstance(answer, tuple) else ''}"
-            )
+        if len(shape) < 2 or shape[-1] != spec.choices:
+            what = f"the policy returned {form(answer)}, the head {self.name} wants [P, {spec.choices}]"
+            beside = "; with other outputs beside it, return a dict such as {'logits': …, 'value': …}"
+            mend = f"one number for each choice of {spec.space}{beside if isinstance(answer, tuple) else ''}"
+            raise PolicyError(f"{what}: {mend}")
         return (answer if answer.dtype.itemsize >= 4 else in_32_bits(xp, answer),)
 
 
@@ -114,11 +110,7 @@ class Boltzmann(Categorical):
     name: str = "boltzmann"
     names: tuple[str, ...] = ("action_value",)
     temperature: Any = 1.0
-    varying: ClassVar[tuple[str, ...]] = ("temperature",)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.temperature, float):
-            check_number("temperature", self.temperature, positive=True, example=1.0)
+    varying: ClassVar[Mapping[str, Mapping[str, Any]]] = {"temperature": {"positive": True, "example": 1.0}}
 
     def _logits(self, parameters: Parameters) -> Any:
         temperature = self.temperature
@@ -145,11 +137,7 @@ class EpsilonGreedy(Greedy):
 
     name: str = "epsilon_greedy"
     epsilon: Any = 0.0
-    varying: ClassVar[tuple[str, ...]] = ("epsilon",)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.epsilon, float):
-            check_number("epsilon", self.epsilon, most=1, example=0.1)
+    varying: ClassVar[Mapping[str, Mapping[str, Any]]] = {"epsilon": {"most": 1, "example": 0.1}}
 
     def noise(self, spec: ActionSpec) -> Noise | None:
         return Noise(kind="uniform", shape=(2, len(spec.categories)))
@@ -194,7 +182,9 @@ def epsilon_greedy(epsilon: float) -> Head:
     >>> epsilon_greedy(0.1).names
     ('action_value',)
     """
-    check_number("epsilon", epsilon, most=1, example=0.1)  # before `float`, whose error would not name it
+    check_number(
+        "epsilon", epsilon, **EpsilonGreedy.varying["epsilon"]
+    )  # before `float`, whose error would not name it
     return EpsilonGreedy(epsilon=float(epsilon))
 
 
@@ -207,7 +197,7 @@ def boltzmann(temperature: float) -> Head:
     >>> boltzmann(0.5).values
     {'temperature': 0.5}
     """
-    check_number("temperature", temperature, positive=True, example=1.0)
+    check_number("temperature", temperature, **Boltzmann.varying["temperature"])
     return Boltzmann(temperature=float(temperature))
 
 
@@ -228,9 +218,8 @@ class Normal(Head):
 
     def check(self, spec: ActionSpec) -> None:
         if not isinstance(spec.space, spaces.Box) or not np.issubdtype(spec.space.dtype, np.floating):
-            raise ValueError(
-                f"the head {self.name} needs a floating Box action space, got {spec.space}: use categorical"
-            )
+            mend = "use categorical"
+            raise ValueError(f"the head {self.name} needs a floating Box action space, got {spec.space}: {mend}")
 
     def noise(self, spec: ActionSpec) -> Noise | None:
         return Noise(kind="normal", shape=spec.shape)
@@ -248,10 +237,9 @@ class Normal(Head):
         elif spec.shape and tail_of(answer, dims, rows=True) == (*spec.shape[:-1], 2 * spec.shape[-1]):
             answer, size = in_32_bits(xp, answer), spec.shape[-1]
             return answer[..., :size], xp.softplus(answer[..., size:])
-        raise PolicyError(
-            f"the policy returned {form(answer)}, the head {self.name} wants a pair (loc, scale), each "
-            f"{['P', *spec.shape]}, or one array of twice the size along its last dimension: return these"
-        )
+        what = f"the policy returned {form(answer)}, the head {self.name} wants a pair (loc, scale)"
+        mend = "or one array of twice the size along its last dimension: return these"
+        raise PolicyError(f"{what}, each {['P', *spec.shape]}, {mend}")
 
     def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Outputs:
         loc, scale = parameters
@@ -288,7 +276,13 @@ class Bounded(Normal):
 
     def check(self, spec: ActionSpec) -> None:
         super().check(spec)
-        check_bounds(self.name, spec.space, squashes=self.squashes)
+        space: Any = spec.space
+        if not space.is_bounded():
+            raise ValueError(f"the head {self.name} needs bounds on every action, got {space}: use normal")
+        width = space.high.astype(np.float64) - space.low
+        if self.squashes and not ((width > 0) & (width <= np.finfo(np.float32).max)).all():
+            what = f"the head {self.name} needs bounds with low < high, whose difference is a float32, got {space}"
+            raise ValueError(f"{what}: leave out actions that are constant, and take other bounds")
 
     def _bounds(self, xp: Any, spec: ActionSpec, like: Any) -> tuple[Any, Any]:
         space: Any = spec.space
@@ -341,17 +335,10 @@ class ClippedNormal(Bounded):
 
     name: str = "clipped_normal"
     names: tuple[str, ...] = ("loc",)
-    scale: Any = 0.0  # a number, arrays that broadcast against a batch [...], or nested lists [*action]
+    scale: Any = 0.0  # a number, arrays that broadcast against a batch [...], or nested lists [*action], which stay
+    varying: ClassVar[Mapping[str, Mapping[str, Any]]] = {"scale": {"example": 0.1}}
 
     log_prob, entropy = Head.log_prob, Head.entropy
-
-    def __post_init__(self) -> None:
-        if isinstance(self.scale, float):
-            check_number("scale", self.scale, example=0.1)
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        return {} if isinstance(self.scale, list) else {"scale": self.scale}
 
     def check(self, spec: ActionSpec) -> None:
         super().check(spec)
@@ -390,7 +377,7 @@ def clipped_normal(scale: Any) -> Head:
     """
     array = np.asarray(scale)
     for number in array.ravel().tolist():
-        check_number("scale", number, example=0.1)
+        check_number("scale", number, **ClippedNormal.varying["scale"])
     return ClippedNormal(scale=array.astype(float).tolist())
 
 

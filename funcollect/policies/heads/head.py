@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import distributions
 
+from funcollect.arguments import check_number
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, own_generator
 from funcollect.keys import Noise
@@ -47,12 +47,20 @@ class Head:
     name: str  # in `funcollect.heads`
     names: tuple[str, ...]  # of the parameters that it reads, in a dict that the network returns
     chooses: ClassVar[bool] = True  # whether its discrete actions always lie in the space
-    varying: ClassVar[tuple[str, ...]] = ()  # the fields that may change during a run
+    # The fields that may change during a run, with their rules, as arguments of `check_number`.
+    varying: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a number that breaks the rules of its field; arrays are not checked."""
+        for name, rules in self.varying.items():
+            if isinstance(value := getattr(self, name), float):
+                check_number(name, value, **rules)
 
     @cached_property
     def values(self) -> Mapping[str, Any]:
         """The numbers that may change during a run, by name."""
-        return {name: getattr(self, name) for name in self.varying}
+        fields = {name: getattr(self, name) for name in self.varying}
+        return {name: value for name, value in fields.items() if not isinstance(value, list)}
 
     def at(self, values: Mapping[str, Any]) -> Any:
         """The head with other `values`: numbers, or arrays that broadcast against a batch [...]."""
@@ -89,10 +97,8 @@ class Head:
 def check_head(head: Any) -> None:
     """Raise TypeError unless `head` is a head or None."""
     if head is not None and (isinstance(head, type) or not hasattr(head, "log_prob")):
-        raise TypeError(
-            f"head is {shown(head)}, expected one of funcollect.heads: categorical, greedy, normal, tanh_normal, "
-            "epsilon_greedy(0.1), boltzmann(1.0), clipped_normal(0.1) or from_distribution(...)"
-        )
+        what = f"head is {shown(head)}, expected one of funcollect.heads: categorical, greedy, normal, tanh_normal"
+        raise TypeError(f"{what}, epsilon_greedy(0.1), boltzmann(1.0), clipped_normal(0.1) or from_distribution(...)")
 
 
 def from_distribution(distribution: Callable[..., Any], *names: str) -> FromDistribution:
@@ -126,10 +132,8 @@ def from_distribution(distribution: Callable[..., Any], *names: str) -> FromDist
             parameters = inspect.signature(distribution).parameters.values()
             found = [one.name for one in parameters if one.default is one.empty and one.kind in _NAMED]
     if not found or not all(isinstance(name, str) for name in found):
-        raise TypeError(
-            f"names is {shown(found)}, expected the parameters of {shown(distribution)} that the network returns: pass "
-            "for example from_distribution(torch.distributions.Categorical, 'logits')"
-        )
+        what = f"names is {shown(found)}, expected the parameters of {shown(distribution)} that the network returns"
+        raise TypeError(f"{what}: pass for example from_distribution(torch.distributions.Categorical, 'logits')")
     return FromDistribution(f"from_distribution({name_of(distribution)})", tuple(found), distribution)
 
 
@@ -146,9 +150,8 @@ class FromDistribution(Head):
     def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> Parameters:
         parts = tuple(answer) if isinstance(answer, (tuple, list)) else (answer,)
         if len(parts) != len(self.names) or not all(hasattr(part, "shape") for part in parts):
-            raise PolicyError(
-                f"the policy returned {shown(answer)}, {self.name} wants {list(self.names)}, an array each: return them"
-            )
+            what = f"the policy returned {shown(answer)}, {self.name} wants {list(self.names)}, an array each"
+            raise PolicyError(f"{what}: return them")
         return tuple(in_32_bits(xp, part) for part in parts)
 
     def _build(self, parameters: Parameters) -> Any:
@@ -158,10 +161,8 @@ class FromDistribution(Head):
         if xp is TORCH:
             built = self._build(parameters)
             if not isinstance(built, distributions.Distribution):
-                raise PolicyError(
-                    f"the head {self.name} made {shown(built)}, expected a torch.distributions.Distribution: return "
-                    "one, or use the head with funcollect.jax_policy"
-                )
+                what = f"the head {self.name} made {shown(built)}, expected a torch.distributions.Distribution"
+                raise PolicyError(f"{what}: return one, or use the head with funcollect.jax_policy")
             action = built.sample() if noise is not None else _mode(built, self.name)
             return {"action": action if spec.dtype.is_floating_point else action.to(spec.dtype)}  # Bernoulli has floats
         if noise is None:
@@ -193,22 +194,11 @@ def _mode(distribution: distributions.Distribution, name: str) -> torch.Tensor:
         with contextlib.suppress(NotImplementedError):  # Torch defines none for some distributions
             found: torch.Tensor = getattr(distribution, statistic)
             return torch.where(found.isnan(), distribution.mean, found) if found.is_floating_point() else found
-    raise PolicyError(
-        f"the head {name} made {shown(distribution)}, which has neither a mode nor a mean, expected one to act "
-        "deterministically: act with ExplorationType.RANDOM, or use a distribution that has one"
-    )
+    what = f"the head {name} made {shown(distribution)}, which has neither a mode nor a mean"
+    mend = "act with ExplorationType.RANDOM, or use a distribution that has one"
+    raise PolicyError(f"{what}, expected one to act deterministically: {mend}")
 
 
 def summed(score: Any, dims: int) -> Any:
     """A score [...] summed over the dimensions after the first `dims`, which are independent components."""
     return score.sum(tuple(range(dims, score.ndim))) if score.ndim > dims else score
-
-
-def check_bounds(name: str, space: Any, *, squashes: bool) -> None:
-    """Raise ValueError unless a Box is bounded, and for a head that `squashes`, by ranges that float32 divides by."""
-    if not space.is_bounded():
-        raise ValueError(f"the head {name} needs bounds on every action, got {space}: use normal")
-    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
-    if squashes and not ((low < high) & (high - low <= np.finfo(np.float32).max)).all():
-        what = f"the head {name} needs bounds with low < high, whose difference is a float32, got {space}"
-        raise ValueError(f"{what}: leave out actions that are constant, and take other bounds")
