@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from types import FunctionType, MethodType
 from typing import Any
@@ -122,11 +122,8 @@ class LoweredPolicy(FunctionPolicy):
         if not isinstance(arrays, Joined):
             return arrays
         follow_torch(*next(iter(arrays.arrays.values())).devices())
-        return self._copied("open", opened, arrays)
-
-    def _copied(self, name: str, function: Callable[[Any], Any], tensors: Any) -> dict[str, Any]:
-        """The result of a program. It waits for the program, so that the memory of `tensors` may be written again."""
-        return import_jax().block_until_ready(compiled(self, name, function)(tensors))  # type: ignore[no-any-return]
+        # Wait for the copy, here and below, so that the memory of the tensors may be written again.
+        return import_jax().block_until_ready(compiled(self, "open", opened)(arrays))  # type: ignore[no-any-return]
 
     def _joined(self, tensors: Mapping[str, Tensor]) -> dict[str, Any] | Joined:
         """The tensors joined as a program's argument; if that is impossible, laid-out copies by name."""
@@ -136,8 +133,9 @@ class LoweredPolicy(FunctionPolicy):
         joins = vars(memo["joined"]) if "joined" in memo else {}
         if form not in joins:
             if not _can_join(read):
+                lay_out = compiled(self, "lay out", self.lowered.lay_out)
                 arrays = {name: argument(tensor.detach()) for name, tensor in read.items()}
-                return self._copied("lay out", self.lowered.lay_out, arrays)
+                return import_jax().block_until_ready(lay_out(arrays))  # type: ignore[no-any-return]
             joins = vars(memo.setdefault("joined", threading.local()))  # another thread may still read its own memory
             joins[form] = joining(read, self.lowered.lay_out)
         return joins[form](read)  # type: ignore[no-any-return]
@@ -169,8 +167,8 @@ class LoweredPolicy(FunctionPolicy):
         leaves, treespec = optree.tree_flatten(before.recurrent, namespace=NAMESPACE)
         if self._carries_init:
             recurrent = {path: leaf for path, leaf in recurrent.items() if path != INIT}
-        arrays = import_jax().tree.leaves(recurrent)
-        after = [torch_view(new).to(old.device, old.dtype, copy=True) for new, old in zip(arrays, leaves, strict=True)]
+        pairs = zip(import_jax().tree.leaves(recurrent), leaves, strict=True)
+        after = [torch_view(new).to(old.device, old.dtype, copy=True) for new, old in pairs]
         if after and bool(fresh.any()):
             start = leaves_of(self.source.init(_ANY, len(fresh)).recurrent)[0]
             initial = [one.to(two.device, two.dtype) for one, two in zip(start, after, strict=True)]
@@ -245,16 +243,13 @@ def _checked_module(source: Source) -> nn.Module:
         raise LoweringError("a function of a TensorDict is not lowered: use a TensorDictModule")
     for prefix, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
-            raise LoweringError(
-                f"{type(part).__name__} is a program of TorchScript, which torch.export does not take: pass its module"
-            )
+            what = f"{type(part).__name__} is a program of TorchScript, which torch.export does not take"
+            raise LoweringError(f"{what}: pass its module")
         for name, value in {**own_attributes(part), "forward": type(part).forward}.items():
             if any(isinstance(held, (Tensor, nn.Module)) and held is not part for held in _held(value)):
-                raise LoweringError(
-                    f"{f'{prefix}.{name}'.removeprefix('.')!r} of {type(module).__name__} holds a tensor or a module "
-                    "beside its parameters, buffers and submodules, where a change would not be seen: use "
-                    "register_buffer, nn.ParameterList or nn.ModuleList"
-                )
+                what = f"{f'{prefix}.{name}'.removeprefix('.')!r} of {type(module).__name__} holds a tensor or a module"
+                why = "beside its parameters, buffers and submodules, where a change would not be seen"
+                raise LoweringError(f"{what} {why}: use register_buffer, nn.ParameterList or nn.ModuleList")
     return module
 
 
@@ -313,7 +308,7 @@ def _check_forgets(policy: LoweredPolicy, module: Any, observation: Any, recurre
     def outputs_from(inputs: dict[Path, Any]) -> dict[Path, Any]:
         generator = torch_generator(torch.get_rng_state(), source.run_device)
         with generator, set_interaction_type(policy.exploration_type):
-            return calling.outputs_of(calling.run_module(module, inputs, source.device, size), read)
+            return calling.run_module(module, inputs, source.device, size, read)
 
     def same(one: Any, two: Any) -> bool:
         return one is two or (isinstance(one, Tensor) and torch.equal(one, two))

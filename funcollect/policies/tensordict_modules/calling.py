@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from funcollect.arguments import check_arrays
 from funcollect.errors import PolicyError
 from funcollect.keys import generator_state, generator_states, set_generator_states, torch_generator
+from funcollect.specs import map_leaves
 from funcollect.tree import Path, as_path, flatten, key_of, nest, to_tensordict
 
 _KEEP_STATES = ("OrnsteinUhlenbeckProcessModule", "MultiStepActorWrapper")  # of TorchRL: they read more than in_keys
@@ -51,27 +52,24 @@ def _parts(module: Any) -> list[nn.Module]:
 
 
 def run_module(
-    module: Callable[..., Any], inputs: Mapping[Path, Tensor], device: torch.device | None, batch_size: tuple[int, ...]
-) -> TensorDictBase:
-    """Call the module with copies of `inputs` [*batch_size, ...], on `device` or where they are."""
+    module: Any, inputs: Mapping[Path, Any], device: torch.device | None, size: tuple[int, ...], read: Container[Path]
+) -> dict[Path, Any]:
+    """Call the module with copies of `inputs` [*size, ...], on `device` or where they are.
+
+    Returns the leaves of its answer that it did not `read`. A nested action is also returned as the action.
+    """
     copies = {path: leaf.clone() for path, leaf in inputs.items()}
-    batch = TensorDict(nest(copies), batch_size, device=device) if device else to_tensordict(copies, batch_size)
+    batch = TensorDict(nest(copies), size, device=device) if device else to_tensordict(copies, size)
     try:
         answer = module(batch)
     except KeyError as error:
         wanted = paths_of(module, "in_keys")
         if all(path in inputs for path in wanted):
             raise
-        raise PolicyError(
-            f"the policy reads the in_keys {names_of(wanted)}, the environment gives {names_of(inputs)}: name these"
-        ) from error
+        what = f"the policy reads the in_keys {names_of(wanted)}, the environment gives {names_of(inputs)}"
+        raise PolicyError(f"{what}: name these") from error
     if not isinstance(answer, TensorDictBase):
         raise PolicyError(f"the policy returned {type(answer).__name__}, expected the TensorDict: return it")
-    return answer
-
-
-def outputs_of(answer: TensorDictBase, read: Container[Path]) -> dict[Path, Any]:
-    """The leaves of a policy's answer that it did not `read`; a nested action is also returned as the action."""
     return with_action({path: leaf for path, leaf in flatten(answer).items() if path not in read})
 
 
@@ -102,10 +100,9 @@ def check_hidden(outputs: Mapping[Path, Any], hidden: Mapping[Path, Tensor], wri
     for path, leaf in hidden.items():
         got = getattr(outputs.get(written[path]), "shape", None)
         if got != leaf.shape:
-            raise PolicyError(
-                f"the policy's hidden state {'.'.join(written[path])!r} is {got and tuple(got)}, expected "
-                f"{tuple(leaf.shape)}: write it as it is read, or correct its initial state"
-            )
+            what = f"the policy's hidden state {'.'.join(written[path])!r} is {got and tuple(got)}"
+            mend = "write it as it is read, or correct its initial state"
+            raise PolicyError(f"{what}, expected {tuple(leaf.shape)}: {mend}")
 
 
 def names_of(paths: Iterable[Path]) -> list[str]:
@@ -115,13 +112,9 @@ def names_of(paths: Iterable[Path]) -> list[str]:
 
 def by_path(observation: Any) -> dict[Path, Any]:
     """The leaves of an observation, in a space's structure, by their keys in a batch; a tuple's by their numbers."""
-
-    def as_dicts(value: Any) -> Any:
-        if isinstance(value, tuple):
-            value = {str(index): part for index, part in enumerate(value)}
-        return {name: as_dicts(part) for name, part in value.items()} if isinstance(value, dict) else value
-
-    return flatten(as_dicts(observation if isinstance(observation, dict) else {"observation": observation}))
+    leaves: dict[str, Any] = {}
+    map_leaves(leaves.__setitem__, observation)
+    return {tuple(name.split(".")): leaf for name, leaf in leaves.items()}
 
 
 def read_and_written(module: Any) -> set[Path]:
@@ -173,10 +166,8 @@ def initial_hidden_states(
         hidden = sorted(given_states)
     same_key = {path for path in written if path in read} - set(hidden)
     if unknown := sorted(set(given_states) - set(hidden) - same_key):
-        raise ValueError(
-            f"initial_state holds {unknown}, the policy carries {sorted({*hidden, *same_key})}: name keys that it "
-            "reads and writes, under 'next' or as they are"
-        )
+        mend = "name keys that it reads and writes, under 'next' or as they are"
+        raise ValueError(f"initial_state holds {unknown}, the policy carries {sorted({*hidden, *same_key})}: {mend}")
     known = {**(defaults or {}), **_primed(module), **given_states}
     failure: Exception | None = None
     if observation is not None and any(path not in known for path in hidden):
@@ -221,10 +212,9 @@ def _primed(module: Any) -> dict[Path, Tensor]:
             with torch_generator(generator := generator_state(0)):
                 values |= flatten(make()(TensorDict({}, batch_size=[])))
             if not torch.equal(generator, generator_state(0)):
-                raise ValueError(
-                    f"{type(part).__name__} draws the initial state of an episode at random, expected a fixed one: "
-                    "pass funcollect.tensordict_policy(policy, initial_state={...}), or leave that part out"
-                )
+                what = f"{type(part).__name__} draws the initial state of an episode at random"
+                mend = "pass funcollect.tensordict_policy(policy, initial_state={...}), or leave that part out"
+                raise ValueError(f"{what}, expected a fixed one: {mend}")
     return values
 
 

@@ -139,8 +139,7 @@ class TensorDictPolicy(TorchBacked):
         """The nested outputs [P, ...] of `module`, which is this policy's module bound to parameters."""
         inputs, size, read = self.inputs_of(observation, recurrent, single=single)
         with set_interaction_type(exploration_type):
-            answer = calling.run_module(module, inputs, self.moves_to(observation), size)
-            outputs = calling.outputs_of(answer, read)
+            outputs = calling.run_module(module, inputs, self.moves_to(observation), size, read)
         calling.check_hidden(outputs, {path: inputs[path] for path in self.hidden_states}, self.written)
         return nest({path: batched(leaf) for path, leaf in outputs.items()} if single else outputs)
 
@@ -237,9 +236,8 @@ class TensorDictActor(Actor):
         before = {path: self._memory[path].clone() for path in self._initial}
         outputs = self._called() if t else self._first()
         if t and not outputs.keys() >= self._wrote:
-            raise PolicyError(
-                f"step {t} of this batch: it wrote {names_of(outputs)} after {names_of(self._wrote)}: write equal keys"
-            )
+            what = f"it wrote {names_of(outputs)} after {names_of(self._wrote)}"
+            raise PolicyError(f"step {t} of this batch: {what}: write equal keys")
         recorded, after = self._policy.recorded(outputs, before)
         if t == 0 and self._seen != outputs.keys():
             self._seen = {*outputs}
@@ -250,8 +248,8 @@ class TensorDictActor(Actor):
         return tuple(tensors.values())
 
     def _called(self) -> Mapping[Path, Any]:
-        answer = calling.run_module(self._module, self._inputs | self._memory, self._device, self._size)
-        return calling.outputs_of(answer, self._read)
+        inputs = self._inputs | self._memory
+        return calling.run_module(self._module, inputs, self._device, self._size, self._read)
 
     def _first(self) -> Mapping[Path, Any]:
         """The outputs of the first step, checked. It also decides whether the parts are called at later steps."""
@@ -266,9 +264,8 @@ class TensorDictActor(Actor):
         action = outputs.get(("action",))
         self._actions = [path for path, leaf in outputs.items() if leaf is action]  # with a nested one
         if ("action",) not in outputs:
-            raise PolicyError(
-                f"the policy wrote {names_of(outputs)}, expected 'action' among them: name it in out_keys"
-            )
+            mend = "name it in out_keys"
+            raise PolicyError(f"the policy wrote {names_of(outputs)}, expected 'action' among them: {mend}")
         hidden = self._policy.written
         roots = {path[0] for path in outputs.keys() - hidden.values()}
         if taken := sorted(roots & (RESERVED - {"action", "action_log_prob"})):
