@@ -131,6 +131,11 @@ def _build(nested: Mapping[str, Any], size: torch.Size, names: Any = None) -> Te
     return TensorDict._new_unsafe(leaves, batch_size=size, names=names)
 
 
+def version_of(value: Any) -> int:
+    """How often a tensor was written; 0 if that is not counted, as for tensors made in inference mode."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
 def moved(tree: Any, device: torch.device) -> Any:
     """A pytree with its tensors on `device`."""
     return optree.tree_map(

@@ -116,7 +116,7 @@ def lowered_for(env: Env, policy: Policy, exploration_type: ExplorationType) -> 
     acts = exploration_type if in_tensordicts else ExplorationType.RANDOM
     # Objects by their ids, since what is cached keeps them, and tensors by how often they were written, too.
     start = [(id(leaf), getattr(leaf, "_version", 0)) for leaf in optree.tree_leaves(policy.initial_state)]
-    cache_key = acts, _observed_form(env), policy.settings, id(policy.head), tuple(start)
+    cache_key = acts, _observed_form(env), policy.settings.number, id(policy.head), tuple(start)
     if cache_key not in known:
         if sum(other[:2] == cache_key[:2] for other in known) >= _MOST_SETTINGS:
             what = f"its attributes were seen with {_MOST_SETTINGS} different values, and each would compile again"

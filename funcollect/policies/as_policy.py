@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, distributions
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -60,10 +59,8 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
     if is_policy(policy):
         return policy if place is None else _placed(policy, env, place)
     if not callable(policy):
-        raise TypeError(
-            f"policy is {shown(policy)}, expected a Policy, a torch.nn.Module, a function from observation to action, "
-            "or None for random actions: pass one of these"
-        )
+        what = f"policy is {shown(policy)}, expected a Policy, a torch.nn.Module, a function from observation to action"
+        raise TypeError(f"{what}, or None for random actions: pass one of these")
     try:
         signature = inspect.signature(policy.forward if isinstance(policy, nn.Module) else policy)
         parameters = list(signature.parameters.values())
@@ -104,10 +101,9 @@ def _on_tensordict(policy: Any, env: Env, place: torch.device | None) -> TensorD
     primers = env.primers if env.backend == "host" else None
     hidden_states = initial_hidden_states(policy, None, primers, observation)
     if taken := sorted({leaf.path for leaf in env.observation_leaves} & set(hidden_states)):
-        raise ValueError(
-            f"the environment delivers {['.'.join(path) for path in taken]}, which the policy carries from step to "
-            "step: take the TensorDictPrimer out of the environments inside, the policy's state needs none"
-        )
+        what = f"the environment delivers {['.'.join(path) for path in taken]}"
+        mend = "take the TensorDictPrimer out of the environments inside, the policy's state needs none"
+        raise ValueError(f"{what}, which the policy carries from step to step: {mend}")
     return TensorDictPolicy(policy, place, hidden_states)
 
 
@@ -116,10 +112,8 @@ def _keys_of_arguments(keys: list[str], parameters: list[inspect.Parameter], req
     named = [parameter.name for parameter in parameters if parameter.name in keys]
     if named and set(required) <= set(keys):
         if [one.name for one in parameters if one.kind != one.KEYWORD_ONLY][: len(named)] != named:
-            raise TypeError(
-                f"the policy's arguments {named} are keys of the observation, which are passed by position, expected "
-                "them before all others and not keyword-only: reorder its arguments"
-            )
+            what = f"the policy's arguments {named} are keys of the observation, which are passed by position"
+            raise TypeError(f"{what}, expected them before all others and not keyword-only: reorder its arguments")
         return named
     return keys if len(required) == len(keys) > 1 else []
 
@@ -161,13 +155,10 @@ def find_policy(name: str) -> PolicyPlugin:
         if short == name or (plugin.package and _canonical(plugin.address) == wanted):
             return plugin
     if same := {address: plugin for address, plugin in offers.items() if plugin.name == name}:
-        raise ValueError(
-            f"{' and '.join(plugin.origin for plugin in same.values())} each offer a policy {name!r}, expected one: "
-            f"say which, {' or '.join(map(repr, same))}"
-        )
-    raise ValueError(
-        f"there is no policy {name!r}, expected one of {list(offers)}: install the package that offers it ({GROUP})"
-    )
+        what = f"{' and '.join(plugin.origin for plugin in same.values())} each offer a policy {name!r}"
+        raise ValueError(f"{what}, expected one: say which, {' or '.join(map(repr, same))}")
+    mend = f"install the package that offers it ({GROUP})"
+    raise ValueError(f"there is no policy {name!r}, expected one of {list(offers)}: {mend}")
 
 
 def offered_policies() -> dict[str, PolicyPlugin]:
@@ -176,7 +167,7 @@ def offered_policies() -> dict[str, PolicyPlugin]:
     >>> list(offered_policies())[:2]
     ['mlp', 'random']
     """
-    offers = [*_BUILT_IN, *sorted(_installed(), key=attrgetter("name"))]
+    offers = [*_BUILT_IN, *sorted(_installed(), key=lambda plugin: plugin.name)]
     uses = Counter(plugin.name for plugin in offers)
     return {plugin.address if plugin.package and uses[plugin.name] > 1 else plugin.name: plugin for plugin in offers}
 
@@ -255,10 +246,8 @@ class PolicyPlugin:
         try:
             signature.bind(None, **options)
         except TypeError as error:
-            raise TypeError(
-                f"the policy {self.name!r} ({self.origin}) was given the options {sorted(options)}: {error}: it takes "
-                f"{list(signature.parameters)[1:]}"
-            ) from error
+            what = f"the policy {self.name!r} ({self.origin}) was given the options {sorted(options)}: {error}"
+            raise TypeError(f"{what}: it takes {list(signature.parameters)[1:]}") from error
         with self._working(f"made for {env!r}"):
             policy = factory(env, **options)
         if not is_policy(policy):

@@ -29,7 +29,7 @@ from funcollect.policies.numerics import jax_numerics
 from funcollect.policies.weights import copied, matched, state_dict_of
 from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, Policy, is_env, is_policy
 from funcollect.specs import RESERVED, ActionSpec
-from funcollect.tree import NAMESPACE, Path, moved, select
+from funcollect.tree import NAMESPACE, Path, moved, select, version_of
 
 _HELD_STEPS = 64
 _NARROW = {torch.int64: torch.int32, torch.float64: torch.float32}  # JAX's own dtypes, unless 64 bits are on
@@ -216,9 +216,8 @@ def check_policy(policy: Any) -> None:
 def split_call(answer: Any) -> tuple[Any, Mapping[str, Any]]:
     """The state and the outputs that a policy's call returned; PolicyError for another answer, or without an action."""
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
-        raise PolicyError(
-            f"the policy's call returned {form(answer)}, expected the pair (policy_state, outputs): return both"
-        )
+        what = f"the policy's call returned {form(answer)}"
+        raise PolicyError(f"{what}, expected the pair (policy_state, outputs): return both")
     action, extras = split_answer(answer[1], None)
     return answer[0], {"action": action, **extras}
 
@@ -284,9 +283,8 @@ class Recorder:
         if self.names is None:
             self.names = names
         elif names != self.names:
-            raise PolicyError(
-                f"step {t} of this batch: it returned the extra keys {names} after {self.names}: keep them the same"
-            )
+            mend = "keep them the same"
+            raise PolicyError(f"step {t} of this batch: it returned the extra keys {names} after {self.names}: {mend}")
         return [extras[name] for name in names]
 
     def append(self, tensors: tuple[Tensor, ...]) -> None:
@@ -294,7 +292,7 @@ class Recorder:
         if self._copying:
             tensors = self._copied(tensors)
         elif self._watched is None:
-            self._watched = tensors, _versions(tensors)
+            self._watched = tensors, list(map(version_of, tensors))
         self._held.append(tensors)
         if len(self._held) == _HELD_STEPS:
             self._write()
@@ -318,11 +316,10 @@ class Recorder:
                 torch.stack(parts, out=column[start : self._written])
         except (RuntimeError, TypeError, ValueError) as error:
             raise self._stacking_error(start) from error
-        if self._watched is not None and _versions(self._watched[0]) != self._watched[1]:
-            raise PolicyError(
-                f"steps {start} to {self._written - 1} of this batch: an output of the policy was written after it had "
-                "been returned, expected outputs that stay as they are: return new tensors at each step"
-            )
+        if self._watched and list(map(version_of, self._watched[0])) != self._watched[1]:
+            what = f"steps {start} to {self._written - 1} of this batch: an output of the policy was written"
+            mend = "return new tensors at each step"
+            raise PolicyError(f"{what} after it had been returned, expected outputs that stay as they are: {mend}")
         self._watched = None
         self._held.clear()
 
@@ -330,10 +327,8 @@ class Recorder:
         expected, *others = map(dtypes_and_shapes, (self._first, *self._held))
         for step, got in enumerate(others, start):
             if got != expected:
-                return PolicyError(
-                    f"step {step} of this batch: the policy returned {got} (action first) after {expected}: keep the "
-                    "shapes and dtypes of its outputs the same"
-                )
+                what = f"step {step} of this batch: the policy returned {got} (action first) after {expected}"
+                return PolicyError(f"{what}: keep the shapes and dtypes of its outputs the same")
         return PolicyError(f"the policy's outputs {expected} cannot be stacked: return tensors")
 
     def columns(self) -> list[Tensor]:
@@ -343,12 +338,6 @@ class Recorder:
         if self._held:
             self._write()
         return self._columns
-
-
-def _versions(tensors: Sequence[Any]) -> list[int]:
-    """How often each tensor was written; 0 if that is not counted, as for tensors made in inference mode."""
-    counted = (isinstance(tensor, Tensor) and not tensor.is_inference() for tensor in tensors)
-    return [tensor._version if counts else 0 for tensor, counts in zip(tensors, counted, strict=True)]
 
 
 def rows_of(columns: Tensor | None, device: torch.device) -> Iterator[Any]:

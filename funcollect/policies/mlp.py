@@ -51,9 +51,8 @@ def _head(env: Env) -> tuple[heads.Head, tuple[int, ...]]:
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating) and space.shape:
         head = heads.tanh_normal if space.is_bounded() else heads.normal
         return head, (*space.shape[:-1], 2 * space.shape[-1])
-    raise ValueError(
-        f"mlp needs a Discrete, MultiDiscrete or floating Box of actions, {env} has {space}: use the policy random"
-    )
+    mend = "use the policy random"
+    raise ValueError(f"mlp needs a Discrete, MultiDiscrete or floating Box of actions, {env} has {space}: {mend}")
 
 
 class Flatten(nn.Module):

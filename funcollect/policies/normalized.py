@@ -54,10 +54,9 @@ def normalized(policy: Policy, stats: RunningStatistics, *, clip: float = 10.0) 
         return NormalizedTorch(policy, stats, clip)
     if isinstance(policy, JaxPolicy) and not in_torch:
         return NormalizedJax(policy, stats, clip)
-    raise TypeError(
-        f"policy is {type(policy).__name__} with statistics of {'Torch' if in_torch else 'JAX'}, expected a policy of "
-        "torch_policy with those of Torch, or of jax_policy with running_statistics.init(space, backend='jax')"
-    )
+    what = f"policy is {type(policy).__name__} with statistics of {'Torch' if in_torch else 'JAX'}"
+    others = "jax_policy with running_statistics.init(space, backend='jax')"
+    raise TypeError(f"{what}, expected a policy of torch_policy with those of Torch, or of {others}")
 
 
 class Normalized:
@@ -184,15 +183,14 @@ class NormalizedTorch(Normalized, TorchPolicy):
     @override
     def by_name(self, params: Any) -> dict[str, Any]:
         """The parameters of the whole module, from the pair, from all by name, or from those of the network alone."""
-        paired = isinstance(params, tuple) and len(params) == 2
-        trainable, stats = params if paired else (params, None)
-        if paired:
-            check_kind("the statistics in params", stats, RunningStatistics, "pass the pair (trainable, statistics)")
-            trainable = {} if trainable is None else trainable
-        by_name = super().by_name(trainable)
-        if not paired and by_name.keys() <= self.tensors(None).keys():
-            return by_name
-        parts = {"policy": by_name, "statistics": _buffers(stats or self.statistics)}
+        if not isinstance(params, tuple) or len(params) != 2:
+            by_name = super().by_name(params)
+            if by_name.keys() <= self.tensors(None).keys():
+                return by_name
+            params = by_name, self.statistics
+        trainable, stats = params
+        check_kind("the statistics in params", stats, RunningStatistics, "pass the pair (trainable, statistics)")
+        parts = {"policy": super().by_name({} if trainable is None else trainable), "statistics": _buffers(stats)}
         return {f"{part}.{name}": leaf for part, leaves in parts.items() for name, leaf in leaves.items()}
 
 
@@ -201,7 +199,6 @@ def check_statistics(policy: Normalized, leaves: Sequence[Leaf]) -> None:
     shapes = {leaf.name: list(leaf.shape) for leaf in leaves}
     for name, mean in policy.statistics.mean.items():
         if list(mean.shape) != shapes.get(name):
-            raise ValueError(
-                f"the policy's statistics of {name!r} have the shape {list(mean.shape)}, the observations {shapes}, "
-                "expected the same: make them with funcollect.running_statistics.init(env.observation_space)"
-            )
+            what = f"the policy's statistics of {name!r} have the shape {list(mean.shape)}, the observations {shapes}"
+            mend = "make them with funcollect.running_statistics.init(env.observation_space)"
+            raise ValueError(f"{what}, expected the same: {mend}")

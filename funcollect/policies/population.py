@@ -74,9 +74,8 @@ def population(policy: Policy, params: Any) -> TorchPopulation | JaxPopulation:
         raise TypeError("policy has a scripted module, whose parameters cannot be exchanged: pass the module itself")
     if isinstance(policy, TorchPolicy) and isinstance(policy.module, nn.Module):
         return TorchPopulation(policy, params)
-    raise TypeError(
-        f"policy is {shown(policy)}, expected one of funcollect.torch_policy over a module, or of jax_policy: make one"
-    )
+    what = f"policy is {shown(policy)}"
+    raise TypeError(f"{what}, expected one of funcollect.torch_policy over a module, or of jax_policy: make one")
 
 
 class MemberLanes(NamedTuple):
@@ -89,14 +88,12 @@ class MemberLanes(NamedTuple):
     def of_lanes(cls, size: int, lanes: LaneIds, total: int) -> Self:
         """The members of a population that act for these lanes out of `total`."""
         if total % size:
-            raise PolicyError(
-                f"a population of {size} acts in {total} lanes, expected a multiple of {size}: change num_envs"
-            )
+            mend = "change num_envs"
+            raise PolicyError(f"a population of {size} acts in {total} lanes, expected a multiple of {size}: {mend}")
         members = np.asarray(lanes) * size // total
         if members[-1] >= size:
-            raise PolicyError(
-                f"a population of {size} acts in {total} lanes, not in lanes added later: begin with all collectors"
-            )
+            mend = "begin with all collectors"
+            raise PolicyError(f"a population of {size} acts in {total} lanes, not in lanes added later: {mend}")
         return cls(int(members[0]), tuple(np.bincount(members - members[0]).tolist()))
 
     def rows(self, count: int) -> tuple[int, ...]:
@@ -128,10 +125,9 @@ def _size_of(leaves: Iterable[Any]) -> int:
     """N, the first axis of all parameters."""
     sizes = {np.shape(leaf)[0] if np.ndim(leaf) else None for leaf in leaves}
     if len(sizes) != 1 or None in sizes or 0 in sizes:
-        raise ValueError(
-            f"params have the first axes {sorted(sizes, key=str)}, expected the same one, the number of members: stack "
-            "the parameters of the members, as torch.func.stack_module_state or jax.tree.map(jnp.stack, …) do"
-        )
+        what = f"params have the first axes {sorted(sizes, key=str)}"
+        mend = "stack the parameters of the members, as torch.func.stack_module_state or jax.tree.map(jnp.stack, …) do"
+        raise ValueError(f"{what}, expected the same one, the number of members: {mend}")
     size: Any = sizes.pop()
     return int(size)
 

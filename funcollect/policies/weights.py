@@ -34,10 +34,8 @@ def _tensor(name: str, leaf: Any) -> Tensor:
     if array.dtype.name == "bfloat16":  # a dtype that JAX adds to NumPy
         return torch.from_numpy(array.astype(np.float32)).bfloat16()
     if array.dtype.kind not in "biufc":
-        raise TypeError(
-            f"the parameter{name} is {type(leaf).__name__}, expected an array or a number: keep only these in params, "
-            "or override state_dict and load"
-        )
+        mend = "keep only these in params, or override state_dict and load"
+        raise TypeError(f"the parameter{name} is {type(leaf).__name__}, expected an array or a number: {mend}")
     return torch.from_numpy(array)
 
 
@@ -71,19 +69,16 @@ def check_shapes(expected: Shapes, got: Mapping[str, Any]) -> None:
         f"{name} is {got.get(name, 'absent')}, expected {expected.get(name, 'absent')}" for name in names[:_MOST_NAMES]
     ]
     others = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    raise ValueError(
-        f"params differ from the policy's own: {'; '.join(found)}{others}: pass arrays of the same structure and "
-        "shapes, as policy.params has them, or build the policy as it was"
-    )
+    mend = "pass arrays of the same structure and shapes, as policy.params has them, or build the policy as it was"
+    raise ValueError(f"params differ from the policy's own: {'; '.join(found)}{others}: {mend}")
 
 
 def check_dtypes(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     """Raise ValueError if a saved parameter has another dtype than the policy's own of that name."""
     for name in sorted(own.keys() & saved.keys()):
         if own[name].dtype != saved[name].dtype:
-            raise ValueError(
-                f"the parameter {name} is {own[name].dtype}, the saved one {saved[name].dtype}: build the policy so"
-            )
+            mend = "build the policy so"
+            raise ValueError(f"the parameter {name} is {own[name].dtype}, the saved one {saved[name].dtype}: {mend}")
 
 
 def copied(own: Any, given: Any, backend: str) -> Any:
@@ -110,14 +105,12 @@ def jax_arrays(tree: Any) -> Any:
             try:
                 return strong(jax.numpy.array(np.asarray(to_jax(leaf)) if isinstance(leaf, Tensor) else leaf))
             except TypeError as error:
-                raise TypeError(
-                    f"{name} is {type(leaf).__name__}, expected an array or a number: give the arrays alone as params, "
-                    "and all else to the function (equinox.partition separates them)"
-                ) from error
+                what = f"{name} is {type(leaf).__name__}, expected an array or a number: give the arrays alone"
+                mend = "and all else to the function (equinox.partition separates them)"
+                raise TypeError(f"{what} as params, {mend}") from error
         if leaf.is_deleted():
-            raise ValueError(
-                f"{name} was donated or deleted, expected a live array: set policy.params, or pass params= again"
-            )
+            mend = "set policy.params, or pass params= again"
+            raise ValueError(f"{name} was donated or deleted, expected a live array: {mend}")
         return strong(leaf)
 
     return jax.tree_util.tree_map_with_path(array_of, tree)

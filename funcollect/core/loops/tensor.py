@@ -343,7 +343,7 @@ def _launch(
     """Make `length` steps by a graph: one that is cached for the policy, or a new one."""
     leaves, treedef = optree.tree_flatten(before, namespace=NAMESPACE)
     function = None if isinstance(policy.module, nn.Module) else policy.module
-    cache_key = (origin_of(env), length, request.step_options(env), function, policy.settings)
+    cache_key = (origin_of(env), length, request.step_options(env), function, policy.settings.number)
     graphs: list[tuple[Any, CudaGraph[tuple[_After, TorchActor]]]] = memo_of(policy).setdefault("graphs", [])
     for kept, graph in graphs:
         if kept == cache_key and graph.fits(leaves, treedef):

@@ -131,7 +131,7 @@ def _act(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
     remembered = where_lanes(state.step == 0, initial, state.policy_state)
     draw, seen = drawing(keys.of(Purpose.NOISE), state.steps), observation
     if jax_policy.reads_env_state(config.policy):
-        seen = jax_policy.WithEnvState(observation, state.env_state.current)
+        seen = (observation, state.env_state.current)
     policy_state, outputs = config.answer(bound, remembered, seen, draw)
     policy_state = varying(state.lane, without_weak_types(policy_state))
     if difference := differing(remembered, policy_state):

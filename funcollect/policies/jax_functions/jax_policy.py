@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import optree
@@ -66,10 +66,8 @@ def jax_policy(
     >>> policy = jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
     """
     if isinstance(apply, (type, torch.nn.Module)) or not callable(apply):
-        raise TypeError(
-            f"apply is {shown(apply)}, expected a function (params, observation) -> answer: pass one, or wrap a Torch "
-            "module with funcollect.torch_policy"
-        )
+        what = f"apply is {shown(apply)}, expected a function (params, observation) -> answer"
+        raise TypeError(f"{what}: pass one, or wrap a Torch module with funcollect.torch_policy")
     recurrent = initial_state is not None
     named = random_parameter(apply)
     check_flags(record_state=record_state, reads_env_state=reads_env_state)
@@ -95,25 +93,17 @@ def random_parameter(apply: Callable[..., Any]) -> Literal["key", "keys"] | None
 _COMPILED = ("apply", "head", "initial_state", "record_state")  # attributes of a policy that its programs contain
 
 
-class WithEnvState(NamedTuple):
-    """The observation of a policy that reads the environment's state."""
-
-    observation: Any  # [P, ...], in the structure of its space
-    env_state: Any  # the environment's own, a pytree [P, ...]
-
-
 def reads_env_state(policy: Policy) -> bool:
-    """Whether a policy takes `WithEnvState` in place of an observation."""
+    """Whether a policy takes the pair (observation, environment's own state), pytrees [P, ...], as an observation."""
     return isinstance(policy, FunctionPolicy) and policy.reads_env_state
 
 
 def check_sees_all(policy: Policy, where: str) -> None:
     """Raise TypeError for a policy that reads the environment's state where there is none in JAX."""
     if reads_env_state(policy):
-        raise TypeError(
-            f"the policy reads the environment's state (reads_env_state=True), but acts in {where}, expected an "
-            "environment written in JAX: make one (funcollect.envs), or leave reads_env_state out"
-        )
+        what = f"the policy reads the environment's state (reads_env_state=True), but acts in {where}"
+        mend = "make one (funcollect.envs), or leave reads_env_state out"
+        raise TypeError(f"{what}, expected an environment written in JAX: {mend}")
 
 
 class FunctionPolicy(base.HeadedPolicy):
@@ -237,10 +227,9 @@ class JaxPolicy(FunctionPolicy):
         """Parameters on the device, once per version; None stands for the policy's own, read at each rollout."""
         jax = import_jax()
         if changed := set_since_use(self, [*self._variables, *((name, self) for name in _COMPILED)]):
-            raise PolicyError(
-                f"the policy or its function reads {', '.join(changed)}, set since it was compiled, which has no "
-                "effect: pass changing values in params, or make another policy with funcollect.jax_policy"
-            )
+            what = f"the policy or its function reads {', '.join(changed)}, set since it was compiled"
+            mend = "pass changing values in params, or make another policy with funcollect.jax_policy"
+            raise PolicyError(f"{what}, which has no effect: {mend}")
         source = self.params if params is None else params
         (leaves, structure), memo = jax.tree.flatten(source), memo_of(self)
         same, last = (lambda one, two: one is two and not one.is_deleted()), memo.get("prepared")
@@ -317,10 +306,8 @@ def check_traceable(policy: Any) -> None:
     """Raise TypeError for a policy that is neither random nor one that JAX can trace."""
     if not is_policy(policy) or not is_traceable(policy):
         kind = f"a {policy.backend} policy" if is_policy(policy) else "no policy"
-        raise TypeError(
-            f"{type(policy).__name__} is {kind}, expected one that JAX can trace: pass "
-            "funcollect.lower_policy(policy, env), or use funcollect.jax_policy or funcollect.random_policy"
-        )
+        mend = "pass funcollect.lower_policy(policy, env), or use funcollect.jax_policy or funcollect.random_policy"
+        raise TypeError(f"{type(policy).__name__} is {kind}, expected one that JAX can trace: {mend}")
 
 
 def traced_policy(
@@ -346,9 +333,8 @@ def traced_policy(
         check_rows(outputs, num_envs)
         for name, output in outputs.items():
             if jax.numpy.issubdtype(output.dtype, jax.dtypes.prng_key):
-                raise PolicyError(
-                    f"the policy's output {name!r} is typed PRNG keys, expected numbers: return jax.random.key_data"
-                )
+                mend = "return jax.random.key_data"
+                raise PolicyError(f"the policy's output {name!r} is typed PRNG keys, expected numbers: {mend}")
         return policy_state, outputs
 
     return answer

@@ -27,7 +27,7 @@ from funcollect.messages import shown
 from funcollect.policies.base import HeadedPolicy
 from funcollect.policies.weights import weights_of
 from funcollect.protocols import Policy
-from funcollect.tree import flatten
+from funcollect.tree import flatten, version_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -112,10 +112,8 @@ class Look:
         found = list(islice(walk(module), MOST_OBJECTS + 1))
         look = cls(found[:MOST_OBJECTS], weights_of(module))
         if len(found) > MOST_OBJECTS:
-            look.error = LoweringError(
-                f"its attributes lead to more than {MOST_OBJECTS:,} objects, too many to look at before each "
-                "rollout: keep environments, buffers and the like out of the module"
-            )
+            what = f"its attributes lead to more than {MOST_OBJECTS:,} objects, too many to look at before each rollout"
+            look.error = LoweringError(f"{what}: keep environments, buffers and the like out of the module")
         return look
 
     def _now(self) -> tuple[list[Any], list[Any]]:
@@ -128,7 +126,7 @@ class Look:
                     objects += container.values()
         objects += map(content_of, self._cells)
         numbers: list[Any] = list(map(len, self._containers))
-        numbers += [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+        numbers += map(version_of, self._tensors)
         numbers += [(array.dtype, array.shape, array.tobytes()) for array in self._arrays]
         return objects, numbers
 
@@ -229,20 +227,19 @@ def pack(subject: Any) -> bytes:
     try:
         return dumps(subject, without=weights_of(subject))
     except Exception as error:
-        raise TypeError(
-            f"the policy has changed and cannot be sent to the workers ({shown(error, 200)}): make it picklable"
-        ) from error
-
-
-def unpack(data: bytes) -> Any:
-    """The subject that `pack` packed; the parameters and buffers of a module are zeros."""
-    return pickle.loads(data)
+        what = f"the policy has changed and cannot be sent to the workers ({shown(error, 200)})"
+        raise TypeError(f"{what}: make it picklable") from error
 
 
 def bare(kind: type[nn.Module]) -> nn.Module:
     """A module without attributes. `copy.copy` would refuse modules with parametrizations."""
     made: nn.Module = object.__new__(kind)
     return made
+
+
+def unpack(data: bytes) -> Any:
+    """The subject that `pack` packed; the parameters and buffers of a module are zeros."""
+    return pickle.loads(data)
 
 
 class ByValue(cloudpickle.Pickler):  # type: ignore[misc]

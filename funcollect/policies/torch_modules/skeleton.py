@@ -40,19 +40,13 @@ Slots = dict[str, tuple[dict[str, Any], dict[str, Any], str]]  # by name: the mo
 
 
 class Skeleton:
-    """The copy. Attributes that its forward pass sets stay set until the user's module is changed.
-
-    Attributes:
-        root: the copy of the module; a function itself.
-        parameters, buffers: where the module and its copy hold each tensor.
-        bound_buffers: the copies of buffers that the copy was given last, by name.
-    """
+    """The copy. Attributes that its forward pass sets stay set until the user's module is changed."""
 
     def __init__(self, module: Callable[..., Any]) -> None:
-        self._module = self.root = module
+        self._module = self.root = module  # the root of the copy; for a function itself
         self.parameters: Slots = {}
         self.buffers: Slots = {}
-        self.bound_buffers: dict[str, Tensor] = {}
+        self.bound_buffers: dict[str, Tensor] = {}  # the copies of buffers that the copy was given last, by name
         # By the id of the original: the original, so that no other object takes the id, and its copy.
         self._copies: dict[int, tuple[nn.Module, nn.Module]] = {}
         self._look: Look | None = None
@@ -208,10 +202,9 @@ def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
     while queue and len(seen) < _MOST_REFERENTS:
         name, value = queue.popleft()
         if isinstance(value, Tensor) and value.requires_grad:
-            raise TypeError(
-                f"the policy's function refers to the tensor {name!r}, which requires a gradient, expected modules "
-                "with such tensors: make it a parameter of an nn.Module, so that it is saved and sent to workers"
-            )
+            what = f"the policy's function refers to the tensor {name!r}, which requires a gradient"
+            mend = "make it a parameter of an nn.Module, so that it is saved and sent to workers"
+            raise TypeError(f"{what}, expected modules with such tensors: {mend}")
         if id(value) in seen or isinstance(value, _NO_MODULES):
             continue
         seen[id(value)] = value

@@ -26,7 +26,7 @@ from funcollect.policies.torch_modules.skeleton import FunctionModule, Skeleton,
 from funcollect.policies.weights import check_shapes
 from funcollect.protocols import ActorInputs, Exploration
 from funcollect.specs import ActionSpec
-from funcollect.tree import flatten, moved
+from funcollect.tree import flatten, moved, version_of
 
 Compiler = Literal["xla", "eager", "inductor", "cudagraph"]
 
@@ -54,9 +54,8 @@ def check_module(
         raise TypeError(f"module is {shown(module)}, expected {expected}: pass an instance")
     check_call("module", module, expected, arguments)
     if compiler == "callback":
-        raise ValueError(
-            "compile='callback' was removed: leave compile out, to call a module that cannot be lowered, or pass 'xla'"
-        )
+        mend = "leave compile out, to call a module that cannot be lowered, or pass 'xla'"
+        raise ValueError(f"compile='callback' was removed: {mend}")
     if compiler is not None and compiler not in compilers:
         raise ValueError(f"compile is {compiler!r}, expected one of {list(compilers)}, or None: pass 'xla'")
 
@@ -130,7 +129,7 @@ class TorchBacked(HeadedPolicy):
             module = FunctionModule(module, found)
         self._module = module
         memo_of(self).pop("skeletons", None)
-        self._settings = ModuleSettings(module if isinstance(module, nn.Module) else None)
+        self.settings = ModuleSettings(module if isinstance(module, nn.Module) else None)
         if self.device is not None and any(tensor.device != self.device for tensor in self.tensors(None).values()):
             self._check_apart(f"the policy cannot be copied to {self.device}", "move it there before")
 
@@ -146,10 +145,9 @@ class TorchBacked(HeadedPolicy):
     def _check_apart(self, consequence: str, way: str) -> None:
         """Raise ValueError if the skeleton would use tensors of the user's module in place of the bound ones."""
         if name := self._skeleton.entangled:
-            raise ValueError(
-                f"{consequence}: {name!r} of {type(self.module).__name__} refers to a submodule or a parameter of the "
-                f"module itself, expected no such reference: {way}, or pass policy_factory, a function that builds it"
-            )
+            what = f"{name!r} of {type(self.module).__name__} refers to a submodule or a parameter of the module itself"
+            mend = f"{way}, or pass policy_factory, a function that builds it"
+            raise ValueError(f"{consequence}: {what}, expected no such reference: {mend}")
 
     @property
     def module(self) -> Callable[..., Any]:
@@ -178,11 +176,6 @@ class TorchBacked(HeadedPolicy):
         return self.device or next((source[key].device for source, _, key in self._skeleton.parameters.values()), None)
 
     @property
-    def settings(self) -> int:
-        """The number of the module's current settings (`ModuleSettings`)."""
-        return self._settings.number
-
-    @property
     def params(self) -> Any:
         """The module's current parameters and buffers, a TensorDict nested as its submodules; None without a module."""
         return TensorDict.from_module(self._module) if isinstance(self._module, nn.Module) else None
@@ -193,9 +186,8 @@ class TorchBacked(HeadedPolicy):
         if params is None:
             return None
         if not isinstance(self._module, nn.Module):
-            raise ValueError(
-                "params were given to a policy that is a function and refers to no module: pass a torch.nn.Module"
-            )
+            mend = "pass a torch.nn.Module"
+            raise ValueError(f"params were given to a policy that is a function and refers to no module: {mend}")
         matched = self._matched(params)
         self._check_apart("params= cannot act", "pass params=None")
         return matched
@@ -203,9 +195,8 @@ class TorchBacked(HeadedPolicy):
     def by_name(self, params: Any) -> dict[str, Any]:
         """By dotted name, parameters in any form that `prepare` takes except None."""
         if not isinstance(params, (nn.Module, Mapping, TensorDictBase)):
-            raise TypeError(
-                f"params is {type(params).__name__}, expected a TensorDict or a state dict: pass module.state_dict()"
-            )
+            mend = "pass module.state_dict()"
+            raise TypeError(f"params is {type(params).__name__}, expected a TensorDict or a state dict: {mend}")
         return named(params)
 
     def _matched(self, params: Any) -> dict[str, Tensor]:
@@ -258,12 +249,8 @@ class TorchBacked(HeadedPolicy):
     def __call__(
         self, params: Any, state: Any, observation: Any, noise: Any, spec: ActionSpec, exploration: Exploration, /
     ) -> tuple[TorchPolicyState, Mapping[str, Any]]:
-        noise = None if noise is None else noise[None]
-        own: dict[str, Any] = {"params": params, "policy_state": state, "initial_state": state, "noise": noise}
-        rows = len(optree.tree_leaves(observation)[0])
-        actor = self.actor(
-            ActorInputs(observation=observation, exploration=exploration, spec=spec, num_envs=rows, length=1, **own)
-        )
+        noise, rows = None if noise is None else noise[None], len(optree.tree_leaves(observation)[0])
+        actor = self.actor(ActorInputs(observation, params, state, state, noise, exploration, spec, rows, length=1))
         with actor.running():
             actor.act(0)
             state, columns = actor.finish()
@@ -290,12 +277,8 @@ class TorchBacked(HeadedPolicy):
         """Warn, once, if the module has written the copies of its buffers that `bound` made last."""
         if self._warned or not self._skeleton.bound_buffers:
             return
-        now = self.buffers()
-
-        def is_written(name: str, bound: Tensor) -> bool:  # if Torch counts the writes
-            return now[name] is not bound or (not bound.is_inference() and bound._version > 0)
-
-        if names := [name for name, bound in self._skeleton.bound_buffers.items() if is_written(name, bound)]:
+        now, bound = self.buffers(), self._skeleton.bound_buffers
+        if names := [name for name, before in bound.items() if now[name] is not before or version_of(before)]:
             self._warned = True
             warnings.warn(
                 f"{type(self._module).__name__} writes its buffers {clipped(str(names))} in its forward pass. Rollouts "

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import optree
@@ -118,10 +117,8 @@ class TorchPolicy(TorchBacked):
         if compiled[0] is not module:
             program = os.environ.get("CXX", "g++")
             if (self.run_device or torch.device("cpu")).type == "cpu" and shutil.which(program) is None:
-                raise PolicyError(
-                    f"compile='inductor' needs a C++ compiler, and {program!r} is not there: install g++, set CXX to "
-                    "the one there is, or leave compile out"
-                )
+                mend = "install g++, set CXX to the one there is, or leave compile out"
+                raise PolicyError(f"compile='inductor' needs a C++ compiler, and {program!r} is not there: {mend}")
             options: Any = {"cpp_wrapper": True} if self.torch_backend == "inductor" else None  # halves a call's cost
             compiled = memo["compiled"] = module, torch.compile(module, backend=self.torch_backend, options=options)
         return compiled[1]  # type: ignore[no-any-return]
@@ -145,9 +142,6 @@ class TorchPolicy(TorchBacked):
     @override
     def actor(self, inputs: ActorInputs, /) -> TorchActor:
         return TorchActor(self, inputs)
-
-
-_SHAPE = attrgetter("shape")
 
 
 class TorchActor(Actor):
@@ -230,7 +224,7 @@ class TorchActor(Actor):
             recorded = (action, *before, *extras)
         else:
             parameters = self._head.parse(TORCH, answer, self._spec)
-            if t == 0 and self._shapes != (shapes := [*map(_SHAPE, parameters)]):
+            if t == 0 and self._shapes != (shapes := [leaf.shape for leaf in parameters]):
                 check_rows(dict(zip(self._head.names, parameters, strict=True)), self._inputs.num_envs, Tensor)
                 self._shapes = shapes
             outputs = self._head.sample(TORCH, parameters, next(self._noise), self._spec)
