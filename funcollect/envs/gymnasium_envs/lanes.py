@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import gymnasium
 import numpy as np
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode
 from typing_extensions import override
 
 from funcollect.envs.base import info_names, info_place
@@ -25,7 +25,6 @@ from funcollect.protocols import Outcome
 from funcollect.specs import ActionSpec, Space
 
 GymEnv = gymnasium.Env[Any, Any]
-GymVectorEnv = VectorEnv[Any, Any, Any]
 
 # By id: the environments that back a state, or did until it was closed.
 TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -60,6 +59,17 @@ def rebuild(env: Any, mode: str | None = None) -> Any:
         reason = repr(error)
     mend = "pass an id or a factory, or a list of factories, instead of an instance"
     raise InUseError(f"{env} backs a state already and cannot be rebuilt ({reason}): {mend}")
+
+
+def make_lane(lane: int, factory: Callable[[], Any]) -> Any:
+    """Call the factory of a lane; EnvError with a fix if its library allows one environment in a process."""
+    try:
+        return factory()
+    except RuntimeError as error:
+        if "per process" not in str(error):
+            raise
+        mend = "give each lane a process of its own by num_workers=, as many as num_envs, and close other states first"
+        raise EnvError(f"lane {lane}: its library runs one environment in each process ({error}): {mend}") from error
 
 
 class _Numbers(dict[int, Any]):
