@@ -14,7 +14,6 @@ from funcollect.arguments import check_choice, check_kind, check_positive
 from funcollect.core.api import close, init, rollout, run
 from funcollect.core.request import NO_VALUES, Request, Value, check_state
 from funcollect.core.state import Array, CollectorState
-from funcollect.envs.base import ends_episodes
 from funcollect.envs.host.host_env import statistics_of
 from funcollect.errors import EnvError, EvaluationError
 from funcollect.protocols import Env, Policy
@@ -165,7 +164,8 @@ def rollout_trajectories(
 
 def is_limited(env: Env, max_frames_per_traj: int | None) -> bool:
     """Whether every trajectory is sure to end."""
-    return (max_frames_per_traj is not None and max_frames_per_traj > 0) or ends_episodes(env)
+    by_itself = getattr(env, "truncates", False) or getattr(env, "max_episode_steps", None)  # or by the loop's limit
+    return bool(by_itself) or (max_frames_per_traj is not None and max_frames_per_traj > 0)
 
 
 def check_limited(limited: bool, env: str) -> None:

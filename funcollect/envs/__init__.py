@@ -5,8 +5,7 @@ from funcollect.envs.gymnasium_envs.adapter import from_ale, from_gymnasium
 from funcollect.envs.host.host_env import HostEnvBase, SimulatorsBase, observation_rows
 from funcollect.envs.jax_envs.instances import from_brax, from_jumanji, from_playground
 from funcollect.envs.jax_envs.jax_env import JaxEnvBase, from_functions
-from funcollect.envs.jax_envs.jaxmarl_env import from_jaxmarl
-from funcollect.envs.jax_envs.like_gymnax import from_craftax, from_gymnax
+from funcollect.envs.jax_envs.like_gymnax import from_craftax, from_gymnax, from_jaxmarl
 from funcollect.envs.jax_envs.suites import from_functional, from_navix, from_pgx, from_xminigrid
 from funcollect.envs.pettingzoo_env import from_pettingzoo
 from funcollect.envs.torch_env import CartPole, Pendulum, TorchEnvBase

@@ -10,7 +10,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import numpy as np
@@ -19,8 +19,8 @@ from gymnasium import spaces
 from torch import Tensor
 
 from funcollect.arguments import check_choice, check_flags, check_keys
-from funcollect.envs.arrays import arrays_like
-from funcollect.envs.base import AdaptedEnv, box, checked_start, checked_transition, observer_of
+from funcollect.envs.base import AdaptedEnv, box, checked_start, checked_transition
+from funcollect.envs.by_agents import arrays_like
 from funcollect.envs.host.host_env import NOT_RECORDED, SimulatedEnv, bad_outcome, batch_decoder
 from funcollect.envs.jax_envs.jax_env import as_delivered
 from funcollect.errors import EnvError
@@ -48,7 +48,7 @@ def around(env: Any, *, clip_actions: bool = False, clip_rewards: bool = False, 
         members = {"opener": partial(_AroundTensors, between)}
     else:
         members = {"reset": between.around_reset(env.reset), "step": between.around_step(env.step)}
-        if (observe := observer_of(env)) is not None:
+        if (observe := getattr(env, "observation_of", None)) is not None:
             members["observation_of"] = lambda env_state, params: between.begun(observe(env_state, params))
         if not isinstance(env, AdaptedEnv):
             members = {name: staticmethod(function) for name, function in members.items()}
@@ -118,18 +118,18 @@ class _Between:
     clips_rewards: bool
     inputs: tuple[str, ...]
 
+    @cached_property
+    def space(self) -> spaces.Dict:
+        """The spaces of the `inputs` by name, in their order."""
+        first, reward, flag = _with_zero(self.env.action_space), box((1,), np.float32), box((1,), bool)
+        known = {PREVIOUS_ACTION: first, PREVIOUS_REWARD: reward, FIRST: flag}
+        parts = {name: as_delivered(known[name]) if self.env.backend == "jax" else known[name] for name in self.inputs}
+        return spaces.Dict(OrderedDict(parts))
+
+    @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
         """The leaves of the `inputs`, in their order."""
-        leaves = (observation_leaves(spaces.Dict({name: self._space(name)})) for name in self.inputs)
-        return tuple(itertools.chain.from_iterable(leaves))
-
-    def _space(self, name: str) -> Space:
-        known = {
-            PREVIOUS_ACTION: _with_zero(self.env.action_space),
-            PREVIOUS_REWARD: box((1,), np.float32),
-            FIRST: box((1,), bool),
-        }
-        return as_delivered(known[name]) if self.env.backend == "jax" else known[name]
+        return observation_leaves(self.space) if self.inputs else ()
 
     def observed(self) -> dict[str, Any]:
         """The attributes that describe an observation with the inputs; empty without inputs."""
@@ -139,7 +139,7 @@ class _Between:
         children = dict(space.spaces) if isinstance(space, spaces.Dict) else {"observation": space}
         if taken := sorted(children.keys() & {*self.inputs}):
             raise ValueError(f"inputs are {list(self.inputs)}, and {self.env} observes {taken} itself: leave them out")
-        wider = spaces.Dict(OrderedDict(children | {name: self._space(name) for name in self.inputs}))
+        wider = spaces.Dict(OrderedDict(children | self.space.spaces))
         kept = {leaf.path: leaf for leaf in self.env.observation_leaves}  # whose dtypes may differ from the space's
         leaves = tuple(kept.get(leaf.path, leaf) for leaf in observation_leaves(wider))
         return {"observation_space": wider, "observation_leaves": leaves}
@@ -185,12 +185,12 @@ class _Between:
         if not self.inputs:
             return observation
         xp = arrays_like(self.env.backend, observation)
-        inputs = {leaf.name: xp.zeros((*xp.lanes, *leaf.shape), leaf.dtype) for leaf in self.leaves()}
+        inputs = {leaf.name: xp.zeros((*xp.lanes, *leaf.shape), leaf.dtype) for leaf in self.leaves}
         return self._joined(observation, inputs | ({FIRST: ~inputs[FIRST]} if FIRST in inputs else {}))
 
     def first(self, root: dict[Path, Any]) -> dict[Path, Any]:
         """Observations by path, each [P, ...], with the inputs of the first step of an episode."""
-        for leaf in self.leaves():
+        for leaf in self.leaves:
             value = root[leaf.path]
             xp: Any = torch if isinstance(value, Tensor) else value.__array_namespace__()
             root[leaf.path] = (xp.ones_like if leaf.name == FIRST else xp.zeros_like)(value)
@@ -212,7 +212,7 @@ class _Between:
             infos, reward = {**transition.info, OWN_REWARD: reward}, xp.module.sign(reward)
             transition = transition._replace(info=infos, reward=reward)
         values = {PREVIOUS_ACTION: action, PREVIOUS_REWARD: reward[..., None], FIRST: xp.zeros((*xp.lanes, 1), _FLAG)}
-        inputs = {leaf.name: xp.cast(values[leaf.name], leaf.dtype) for leaf in self.leaves()}
+        inputs = {leaf.name: xp.cast(values[leaf.name], leaf.dtype) for leaf in self.leaves}
         return transition._replace(observation=self._joined(transition.observation, inputs))
 
     def _joined(self, observation: Any, inputs: Mapping[str, Any]) -> Any:
@@ -276,7 +276,7 @@ class _AroundLanes:
         self._decode = batch_decoder(between.env.action_spec)
         self._inputs = {
             leaf.name: aligned((num_envs, *leaf.shape), leaf.dtype) if memory is None else memory[leaf.path]
-            for leaf in between.leaves()
+            for leaf in between.leaves
         }
         self._sent = np.zeros_like(self._inputs.get(PREVIOUS_ACTION, ()))  # [P, ...]: the last action of each lane
         self.observation: dict[Path, Any] = {**inner.observation, **{(k,): rows for k, rows in self._inputs.items()}}

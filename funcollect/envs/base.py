@@ -104,11 +104,6 @@ def check_spaces(env: Any) -> None:
         raise TypeError(f"{type(env).__name__} lacks {missing}, expected as attributes of the class: {mend}")
 
 
-def ends_episodes(env: object) -> bool:
-    """Whether every episode of an environment ends after some number of steps, by itself or by the loop's limit."""
-    return bool(getattr(env, "truncates", False) or getattr(env, "max_episode_steps", None))
-
-
 def check_pure_functions(owner: str, reset: Any, step: Any, observe: Any = None) -> None:
     """Raise TypeError unless the functions of a JAX or Torch environment take what the loops pass."""
     check_function(f"{owner}reset", reset, "a function of a key and the parameters", 2)
@@ -122,11 +117,6 @@ def first_inputs(env: Any, root: dict[Path, Any]) -> dict[Path, Any]:
     while (between := getattr(env, "between", None)) is not None:
         root, env = between.first(root), between.env
     return root
-
-
-def observer_of(env: object) -> Callable[[Any, Any], Any] | None:
-    """The function ``observation_of(env_state, params)`` of a JAX or Torch environment; None if it has none."""
-    return getattr(env, "observation_of", None)
 
 
 def checked_start(env: object, answer: Any) -> tuple[Any, Any]:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import optree
+import torch
+from torch import Tensor
 
 from funcollect.arguments import check_kind
 from funcollect.envs import agents
 from funcollect.envs.agents import FLAGS, REWARD, STATE
-from funcollect.envs.arrays import ArrayFunctions, arrays_like
-from funcollect.envs.base import check_pure_functions, checked_start, fields_of, observer_of
+from funcollect.envs.base import EnvBase, check_pure_functions, checked_start, fields_of
 from funcollect.errors import EnvError
+from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import dtypes_and_shapes, form
 from funcollect.protocols import Backend, Transition
-from funcollect.specs import PRESENT, Group, GroupedSpec, Space
-from funcollect.tree import there
+from funcollect.specs import PRESENT, Group, GroupedSpec, Space, torch_dtype
+from funcollect.tree import NAMESPACE, there
 
 ByGroup = Mapping[str, Any]  # by group, [..., n, ...]: in Torch [P, n, ...], in JAX [n, ...]
 _BOOL, _FLOAT = np.dtype(bool), np.dtype(np.float32)
@@ -43,82 +48,57 @@ class AgentFunctions(NamedTuple):
     info_keys: list[str]  # of the groups' rewards
 
 
-def members_of(env: Any) -> dict[str, Any]:
-    """The functions and spaces that loops take, for a class of a user's own with `groups` and a `state_space`."""
-    check_pure_functions(f"{type(env).__name__}.", env.reset, env.step, observer_of(env))
-    own = lane_of(
-        type(env).__name__,
-        env.groups,
-        env.reset,
-        env.step,
-        backend=env.backend,
-        observation_of=observer_of(env),
-        state_space=env.state_space,
-    )
-    members = own._asdict() | {"action_space": own.action_spec.space}
-    return {name: value for name, value in members.items() if value is not None and name != "info_keys"}
-
-
-def lane_of(
-    label: str,
-    groups: Mapping[str, Group],
-    reset: Callable[..., Any],
-    step: Callable[..., Any],
-    *,
-    backend: Backend = "jax",
-    observation_of: Callable[[Any, Any], Any] | None = None,
-    state_space: Space | None = None,
-    order: Sequence[str] | None = None,
-) -> AgentFunctions:
-    """Make an environment for loops from functions that take and return dicts by group.
+@dataclass(frozen=True)
+class GroupFunctions:
+    """Functions that take and return dicts by group.
 
     `reset` returns the state and observations [..., n, ...]; `step` gets actions [..., n, ...], and returns
     observations, rewards [..., n], both flags, bool [..., n] by group or [...] for all, and infos, those of agents by
     group. An agent's flag stays True until the agent comes back. `order` are the names of all agents, by default group
     after group. The dimensions ... are those of lanes: none in JAX, where functions are of one lane, and [P] in Torch.
-
-    Raises TypeError for values that are no groups.
     """
-    check_kind("groups", groups, Mapping, 'pass for example {"ant": funcollect.envs.Group(…)}')
-    for group in groups.values():
-        check_kind("a group", group, Group, "make it with funcollect.envs.Group")
-    names = order or [*chain.from_iterable(group.names for group in groups.values())]
-    spec, seen = agents.action_spec(groups, names), agents.observation_space(groups, state_space)
-    adapted = _Adapted(label, groups, reset, step, observation_of, backend, state_space is not None, spec)
-    functions = partial(adapted.begun), partial(adapted.moved)
-    for function, wrapped in zip(functions, (reset, step), strict=True):
-        vars(function)["__wrapped__"] = wrapped  # for `inspect.unwrap`
-    info_keys = [f"{name}.{REWARD}" for name in groups]
-    return AgentFunctions(*functions, observation_of and adapted.observed, seen, spec, info_keys)
-
-
-@dataclass(frozen=True)
-class _Adapted:
-    """The functions of an environment for loops, around those of a user."""
 
     label: str
     groups: Mapping[str, Group]
     reset: Callable[..., Any]
     step: Callable[..., Any]
-    observation_of: Callable[[Any, Any], Any] | None
-    backend: Backend
-    has_state: bool  # whether all agents see a shared state
-    spec: GroupedSpec
+    observation_of: Callable[[Any, Any], Any] | None = None
+    state_space: Space | None = None  # of what all agents see
+    order: Sequence[str] = ()
+    backend: Backend = "jax"
 
-    def begun(self, key: Any, params: Any) -> tuple[Any, Any]:
+    @cached_property
+    def spec(self) -> GroupedSpec:
+        """The encoding of all agents' actions."""
+        names = self.order or [*chain.from_iterable(group.names for group in self.groups.values())]
+        return agents.action_spec(self.groups, names)
+
+    def for_loops(self) -> AgentFunctions:
+        """The environment that loops take; TypeError for values that are no groups."""
+        check_kind("groups", self.groups, Mapping, 'pass for example {"ant": funcollect.envs.Group(…)}')
+        for group in self.groups.values():
+            check_kind("a group", group, Group, "make it with funcollect.envs.Group")
+        begun, moved = partial(self._begun), partial(self._moved)
+        for function, wrapped in ((begun, self.reset), (moved, self.step)):
+            vars(function)["__wrapped__"] = wrapped  # for `inspect.unwrap`
+        observed, keys = self.observation_of and self._observed, [f"{name}.{REWARD}" for name in self.groups]
+        spec, space = self.spec, agents.observation_space(self.groups, self.state_space)
+        return AgentFunctions(begun, moved, observed, space, spec, keys)
+
+    def _begun(self, key: Any, params: Any) -> tuple[Any, Any]:
         own, seen = checked_start(self.label, self.reset(key, params))
         rows, none = self._first(seen, "reset")
         over = {name: flags for name, flags in none.items() if self.groups[name].comes_and_goes}
         return AgentsState(own, over), self._shown(rows, none)
 
-    def observed(self, state: Any, params: Any) -> Any:
+    def _observed(self, state: Any, params: Any) -> Any:
         assert self.observation_of is not None
         if not isinstance(state, AgentsState):  # called by the environment itself, with its own state
             return self.observation_of(state, params)
         rows, none = self._first(self.observation_of(state.own, params), "observation_of")
         return self._shown(rows, {**none, **state.over})
 
-    def moved(self, key: Any, state: AgentsState, action: Any, params: Any) -> Transition:
+    def _moved(self, key: Any, state: AgentsState, action: Any, params: Any) -> Transition:
         groups, actions = self.groups, {name: self.spec.of_group(name, action) for name in self.groups}
         after = fields_of(self.label, self.step(key, state.own, actions, params))
         source = f"that step of {self.label} returned"
@@ -155,13 +135,36 @@ class _Adapted:
 
     def _shown(self, rows: ByGroup, ends: ByGroup) -> dict[str, Any]:
         """The observation of a lane, with flags, and masks of agents that come and go."""
-        nodes: dict[str, Any] = {STATE: rows.get(STATE)} if self.has_state else {}
+        nodes: dict[str, Any] = {} if self.state_space is None else {STATE: rows.get(STATE)}
         for name, group in self.groups.items():
             flags = {flag: ends[name][..., i, :, None] for i, flag in enumerate(FLAGS)}
             nodes[name] = {"observation": rows[name], **flags}
             if group.comes_and_goes:
                 nodes[name][PRESENT] = ~ends[name].any(-2)
         return nodes
+
+
+class PureEnvBase(EnvBase, ABC):
+    """Base class of `TorchEnvBase` and `JaxEnvBase`: two pure functions, of groups of agents if there are any."""
+
+    backend: Backend
+    max_episode_steps: int | None = None
+    params: Any = None
+    groups: Mapping[str, Group] = MappingProxyType({})
+    state_space: Space | None = None
+    reset: Callable[..., Any]
+    step: Callable[..., Any]
+
+    def __init__(self, num_envs: int | None = None) -> None:
+        name, observe = type(self).__name__, getattr(self, "observation_of", None)
+        check_pure_functions(f"{name}.", self.reset, self.step, observe)
+        if self.groups:
+            options: Any = {"backend": self.backend, "observation_of": observe, "state_space": self.state_space}
+            own = GroupFunctions(name, self.groups, self.reset, self.step, **options).for_loops()
+            members = own._asdict() | {"action_space": own.action_spec.space}
+            del members["info_keys"]
+            vars(self).update((key, value) for key, value in members.items() if value is not None)
+        super().__init__(num_envs)
 
 
 def _by_group(groups: Mapping[str, Group], value: Any, what: str) -> ByGroup:
@@ -193,3 +196,30 @@ def _flags(groups: Mapping[str, Group], xp: ArrayFunctions, value: Any, source: 
             raise EnvError(f"the {what} is {dtypes_and_shapes(flag)}, expected {wanted}")
         flags[name] = _of_agents(xp, flag, group, what)
     return flags
+
+
+class ArrayFunctions(NamedTuple):
+    """Functions of `jax.numpy` or of Torch."""
+
+    module: Any  # `jax.numpy` or `torch`
+    lanes: tuple[int, ...]  # the leading dimensions of all arrays: [P] in Torch, none in JAX
+    zeros: Callable[..., Any]  # of a shape and a NumPy dtype
+    asarray: Callable[[Any], Any]
+    cast: Callable[..., Any]  # of a value and a NumPy dtype
+
+
+def arrays_like(backend: Backend, observation: Any) -> ArrayFunctions:
+    """Array functions in JAX, for one lane, or in Torch, for all lanes on the device of an observation."""
+    if backend == "jax":
+        jnp = import_jax().numpy
+        return ArrayFunctions(jnp, (), jnp.zeros, jnp.asarray, lambda value, dtype: jnp.asarray(value).astype(dtype))
+    like = next(iter(optree.tree_leaves(observation, namespace=NAMESPACE)), None)
+    if not isinstance(like, Tensor):
+        raise EnvError(f"the observation of an environment in Torch holds {form(like)}, expected tensors: return these")
+    return ArrayFunctions(
+        module=torch,
+        lanes=(*like.shape[:1],),
+        zeros=lambda shape, dtype: like.new_zeros(shape, dtype=torch_dtype(dtype)),
+        asarray=lambda value: torch.as_tensor(value, device=like.device),
+        cast=lambda value, dtype: torch.as_tensor(value, dtype=torch_dtype(dtype), device=like.device),
+    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
 from funcollect.arguments import check_keys, check_positive
+from funcollect.envs.base import box
 from funcollect.specs import Space, disassemble
 
 STRUCTURED = (spaces.Tuple, spaces.Dict)
@@ -62,6 +63,24 @@ def map_parts(change: Callable[[Space], Space], space: Space) -> Space:
         case spaces.Tuple():
             return spaces.Tuple([map_parts(change, child) for child in space.spaces])
     return change(space)
+
+
+def to_gymnasium(given: Any, delivered: Any = None) -> Space:
+    """Gymnasium's space for one of gymnax, JaxMARL, VMAS or mjlab; a Box gets the dtype of the `delivered` array."""
+    children = getattr(given, "spaces", None)
+    if isinstance(children, Mapping):
+        return spaces.Dict({name: to_gymnasium(each, delivered and delivered[name]) for name, each in children.items()})
+    if children is not None:
+        return spaces.Tuple([to_gymnasium(each, delivered and delivered[i]) for i, each in enumerate(children)])
+    counts = getattr(given, "nvec", getattr(given, "num_categories", None))
+    if counts is not None:
+        return spaces.MultiDiscrete(np.asarray(counts))
+    if hasattr(given, "n"):
+        return spaces.Discrete(int(given.n))
+    if hasattr(given, "shape") and hasattr(given, "dtype"):
+        dtype = (given if delivered is None else delivered).dtype  # some declare another
+        return box(tuple(given.shape), dtype, getattr(given, "low", None), getattr(given, "high", None))
+    raise TypeError(f"the space {given!r} has no counterpart in Gymnasium: expected Discrete, Box, Dict, Tuple")
 
 
 def plain_actions(space: Space) -> Space:

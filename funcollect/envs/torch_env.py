@@ -7,9 +7,8 @@ from Barto, Sutton and Anderson (1983) and from Gymnasium's sources.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -18,14 +17,12 @@ from gymnasium import spaces
 from torch import Tensor
 
 from funcollect.arguments import checked_device
-from funcollect.envs.base import EnvBase, check_pure_functions, observer_of
-from funcollect.envs.by_agents import members_of
+from funcollect.envs.by_agents import PureEnvBase
 from funcollect.keys import LaneKeys
 from funcollect.protocols import Transition
-from funcollect.specs import Group, Space
 
 
-class TorchEnvBase(EnvBase, ABC):
+class TorchEnvBase(PureEnvBase):
     """Subclass this with `reset` and `step`, both pure functions over all P lanes.
 
     A subclass has an `observation_space` and an `action_space`, Gymnasium's of one environment. It may have `params`,
@@ -55,16 +52,9 @@ class TorchEnvBase(EnvBase, ABC):
     """
 
     backend: Literal["torch"] = "torch"
-    max_episode_steps: int | None = None
-    params: Any = None
-    groups: Mapping[str, Group] = MappingProxyType({})
-    state_space: Space | None = None
 
     def __init__(self, num_envs: int | None = None, *, device: torch.device | str | None = None) -> None:
-        if self.groups:
-            vars(self).update(members_of(self))
         super().__init__(num_envs)
-        check_pure_functions(f"{type(self).__name__}.", self.reset, self.step, observer_of(self))
         self.device = checked_device(device) or torch.device("cpu")
 
     @abstractmethod

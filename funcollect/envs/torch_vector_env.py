@@ -14,14 +14,13 @@ import gymnasium
 import numpy as np
 import optree
 import torch
-from gymnasium import spaces
 from gymnasium.wrappers import OrderEnforcing
 from torch import Tensor
 
 from funcollect.arguments import check_choice, check_keys, checked_device
 from funcollect.envs import base
 from funcollect.envs.base import FINAL, AdaptedEnv, first_then_new, info_names, info_place, leaves_of
-from funcollect.envs.plain_spaces import batch_structure, plain_actions
+from funcollect.envs.plain_spaces import batch_structure, plain_actions, to_gymnasium
 from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
 from funcollect.protocols import DeviceSimulators, Transition
@@ -69,8 +68,7 @@ def from_torch_vector_env(
     Raises TypeError or ValueError for an environment without these members, or that resets its lanes in another way.
 
     >>> import torch, funcollect as fc
-    >>> from gymnasium import spaces
-    >>> class Walks:
+    >>>     >>> class Walks:
     ...     num_envs, device = 3, torch.device("cpu")
     ...     single_observation_space, single_action_space = spaces.Box(-9, 9, (1,)), spaces.Discrete(2)
     ...     def reset(self, seed=None):
@@ -100,7 +98,8 @@ def from_torch_vector_env(
         if missing := [name for name, member in zip(_NEEDED, found, strict=True) if member is None]:
             raise TypeError(f"{label} lacks {missing}, expected Gymnasium's vector interface: wrap it so")
         mode, partial_reset = _resets_of(made, label, autoreset_mode, partial_reset)
-        space, action_space = map(_of_gymnasium, (space, action_space))
+        own = (to_gymnasium(each) if base.is_of("mjlab", each) else each for each in (space, action_space))
+        space, action_space = own
         place = checked_device(device if device is not None else _member(made, "device"))
         if place is None:
             raise TypeError(f"{label} has no device, expected where its tensors are: pass device=, or set it there")
@@ -160,15 +159,6 @@ def _behind(env: Any) -> Any:
     while isinstance(env, gymnasium.Wrapper) and type(env).reset in (gymnasium.Wrapper.reset, OrderEnforcing.reset):
         env = env.env
     return env
-
-
-def _of_gymnasium(space: Any) -> Any:
-    """Gymnasium's space for one of mjlab's own classes; any other space is unchanged."""
-    if isinstance(space, gymnasium.Space) or not base.is_of("mjlab", space):
-        return space
-    if hasattr(space, "spaces"):
-        return spaces.Dict({name: _of_gymnasium(child) for name, child in space.spaces.items()})
-    return base.box(space.shape, space.dtype, getattr(space, "low", None), getattr(space, "high", None))
 
 
 def _close_unused(unused: list[Any]) -> None:

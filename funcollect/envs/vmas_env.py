@@ -16,7 +16,8 @@ from torch import Tensor
 from funcollect.arguments import check_keys, check_optional_positive, check_positive, checked_device
 from funcollect.envs import agents
 from funcollect.envs.base import box, import_extra
-from funcollect.envs.by_agents import AgentsState, lane_of
+from funcollect.envs.by_agents import AgentsState, GroupFunctions
+from funcollect.envs.plain_spaces import to_gymnasium
 from funcollect.envs.torch_vector_env import DeviceVectorEnv, from_torch_vector_env
 from funcollect.protocols import Transition
 from funcollect.specs import Space
@@ -66,7 +67,7 @@ def from_vmas(
 
 
 class _Lanes:
-    """A simulator of VMAS behind Gymnasium's vector interface, with the actions and observations of `lane_of`."""
+    """A simulator of VMAS behind Gymnasium's vector interface, with actions and observations as of `GroupFunctions`."""
 
     metadata = {"autoreset_mode": "DISABLED"}  # noqa: RUF012
 
@@ -78,10 +79,11 @@ class _Lanes:
             seen = inner.reset()
         self._limit, self._keys, self.num_envs, self.device = limit, keys, inner.num_envs, inner.device
         self._names = [agent.name for agent in inner.agents]
-        pairs = zip(map(_space_of, seen), map(_action_space, inner.action_space), strict=True)
+        pairs = zip(map(_space_of, seen), map(to_gymnasium, inner.action_space), strict=True)
         of_agents = dict(zip(self._names, pairs, strict=True))
         self._groups = found = agents.grouped(of_agents, groups, comes_and_goes=False)
-        self.lane = lane = lane_of("vmas", found, self._begin, self._move, backend="torch", order=sorted(self._names))
+        options: Any = {"backend": "torch", "order": sorted(self._names)}
+        self.lane = lane = GroupFunctions("vmas", found, self._begin, self._move, **options).for_loops()
         self.single_action_space, self.single_observation_space = lane.action_spec.space, lane.observation_space
 
     @contextmanager
@@ -129,10 +131,3 @@ def _space_of(seen: Any) -> Space:
     if isinstance(seen, Mapping):
         return spaces.Dict({key: _space_of(rows) for key, rows in seen.items()})
     return box(tuple(seen.shape[1:]), np.float32)
-
-
-def _action_space(old: Any) -> Space:
-    """Gymnasium's space for one of the older Gym's."""
-    if hasattr(old, "nvec"):
-        return spaces.MultiDiscrete(old.nvec)
-    return spaces.Discrete(int(old.n)) if hasattr(old, "n") else spaces.Box(old.low, old.high, dtype=old.dtype.type)

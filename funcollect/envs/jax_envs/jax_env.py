@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -17,8 +16,8 @@ from gymnasium import spaces
 
 from funcollect.arguments import check_choice, check_keys, check_kind, check_num_envs, check_optional_positive
 from funcollect.envs import base
-from funcollect.envs.base import AdaptedEnv, EnvBase, returned
-from funcollect.envs.by_agents import lane_of, members_of
+from funcollect.envs.base import AdaptedEnv, returned
+from funcollect.envs.by_agents import GroupFunctions, PureEnvBase
 from funcollect.envs.plain_spaces import map_parts
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax, tracing
@@ -32,7 +31,7 @@ Step = Callable[[Any, Any, Any, Any], Transition]  # (uint32[2] key, env_state, 
 Open = Callable[[], AbstractContextManager[Renderer]]
 
 
-class JaxEnvBase(EnvBase, ABC):
+class JaxEnvBase(PureEnvBase):
     """Subclass this with `reset` and `step`, both pure functions of one lane that JAX can trace.
 
     The attributes, `num_envs` and the errors are the same as in `TorchEnvBase`; `params` is a pytree of JAX arrays, and
@@ -56,20 +55,14 @@ class JaxEnvBase(EnvBase, ABC):
     """
 
     backend: Literal["jax"] = "jax"
-    max_episode_steps: int | None = None
     starts: Starts = "fresh"
-    params: Any = None
     default_params: Any = None
     param_keys: Sequence[str] = ()
-    groups: Mapping[str, Group] = MappingProxyType({})
-    state_space: Space | None = None
 
     def __init__(self, num_envs: int | None = None) -> None:
-        if self.groups:
-            vars(self).update(members_of(self))
-            self.observation_space = as_delivered(self.observation_space)
         super().__init__(num_envs)
-        base.check_pure_functions(f"{type(self).__name__}.", self.reset, self.step, base.observer_of(self))
+        if self.groups:
+            self.observation_space = as_delivered(self.observation_space)
 
     @abstractmethod
     def reset(self, key: Any, params: Any, /) -> tuple[Any, Any]:
@@ -176,7 +169,7 @@ def from_functions(
         if one_hot or observation_space is not None or action_space is not None:
             what = "groups were given with one_hot=True, observation_space or action_space"
             raise ValueError(f"{what}, expected groups alone, which have spaces: leave the others out")
-        own = lane_of(name, groups, reset, step, observation_of=observation_of, state_space=state_space)
+        own = GroupFunctions(name, groups, reset, step, observation_of, state_space).for_loops()
         reset, step, observation_of, observation_space, actions, keys = own
         info_keys = [*keys, *info_keys]
     common = (observation_space, actions, num_envs, one_hot, info_keys, starts)

@@ -1,30 +1,40 @@
 """Adapters over gymnax's environments, and over those of other packages that have its interface.
 
 gymnax is at https://github.com/RobertTLange/gymnax, of its releases 1.x and 0.0.x, Craftax at
-https://github.com/MichaelTMatthews/Craftax.
+https://github.com/MichaelTMatthews/Craftax, and JaxMARL, with groups of agents, at https://github.com/FLAIROx/JaxMARL.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
 
-from funcollect.envs.base import box, import_extra
+from funcollect.arguments import check_flags, check_keys, check_kind
+from funcollect.envs import agents
+from funcollect.envs.agents import STATE
+from funcollect.envs.base import import_extra
+from funcollect.envs.by_agents import GroupFunctions
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, check_functions, jax_env
-from funcollect.envs.jax_envs.suites import first_observation, of_suite, pixels_of
+from funcollect.envs.jax_envs.suites import first_observation, of_suite, pixels_of, space_like
+from funcollect.envs.plain_spaces import to_gymnasium
 from funcollect.errors import EnvError
-from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.jax_setup import import_jax, own_generator
 from funcollect.protocols import Renderer, Starts, Transition
 from funcollect.specs import Space
 
 _GYMNAX_DPI = 100
 _CRAFTAX_FPS, _CRAFTAX_PIXELS = 10, 16  # the pixels of a block
+# Of JaxMARL:
+_ALL = "__all__"  # the key of the flag of a whole lane
+_WORLD = "world_state"  # an observation that all agents of SMAX share
+_LIMIT = "max_steps"
+_LEGAL = ("get_avail_actions", "get_legal_moves")
 
 
 def from_gymnax(
@@ -117,7 +127,8 @@ def _over_functions(
         parameters = [*inspect.signature(raw.reset_env).parameters.values()]
         unused = [None for each in parameters[2:] if each.default is each.empty]  # Kinetix takes a given start
         delivered = None if package == "craftax" else first_observation(reset)
-        observed, actions = gymnax_space(raw.observation_space(own), delivered), gymnax_space(raw.action_space(own))
+        observed = to_gymnasium(raw.observation_space(own), delivered)
+        actions = to_gymnasium(raw.action_space(own))
     if package == "craftax":
         facts["observation_of"] = lambda state, _: raw.get_obs(state)
     elif ".classic_control." in (of := type(raw).__module__) or ".minatar." in of:  # others' draw, or differ
@@ -140,25 +151,6 @@ def _like_gymnax(raw: Any, *more: type[Exception]) -> Iterator[None]:
         wanted = "gymnax's interface: state.time, params.max_steps_in_episode, and observations as in their space"
         mend = "pass its reset_env and step_env, in the form of two functions, to funcollect.envs.from_functions"
         raise TypeError(f"{what}, expected {wanted}; {mend}") from error
-
-
-def gymnax_space(given: Any, delivered: Any = None) -> Space:
-    """Gymnasium's space for one of gymnax's; a Box gets the dtype of the `delivered` array, as some declare another."""
-    match type(given).__name__:
-        case "Discrete":
-            return spaces.Discrete(int(given.n))
-        case "MultiDiscrete":  # of JaxMARL
-            return spaces.MultiDiscrete(np.asarray(given.num_categories))
-        case "Box":
-            return box(tuple(given.shape), (given if delivered is None else delivered).dtype, given.low, given.high)
-        case "Dict":
-            children = given.spaces.items()
-            return spaces.Dict({name: gymnax_space(child, delivered and delivered[name]) for name, child in children})
-        case "Tuple":
-            children = enumerate(given.spaces)
-            return spaces.Tuple([gymnax_space(child, delivered and delivered[i]) for i, child in children])
-    known = "Discrete, Box, Dict, Tuple"
-    raise TypeError(f"the space {given!r} of gymnax has no counterpart in Gymnasium: expected {known}")
 
 
 @contextmanager
@@ -195,3 +187,127 @@ def _craftax_renderer(raw: Any, _: Any) -> Iterator[Renderer]:
     draws = import_extra(f"craftax.{game}.renderer", "craftax", None).make_craftax_pixel_renderer(_CRAFTAX_PIXELS)
     jitted = import_jax().jit(draws)
     yield Renderer(_CRAFTAX_FPS, lambda state, _: np.asarray(jitted(state)).clip(0, 255).astype(np.uint8))
+
+
+def from_jaxmarl(
+    env: Any,
+    *,
+    groups: Mapping[str, Sequence[str]] | None = None,
+    state: bool = False,
+    num_envs: int | None = None,
+    info_keys: Sequence[str] = (),
+    starts: Starts = "fresh",
+    **kwargs: Any,
+) -> FunctionsEnv:
+    """A JAX environment over JaxMARL's, with groups of agents, without its autoreset; `max_steps` truncates.
+
+    An agent that is done before its lane ends has left: its rows are zeros, and its actions are not used, until it is
+    back. A lane ends with JaxMARL's ``"__all__"``, or once no agent is left. Where the environment knows which actions
+    are legal, as SMAX and Hanabi do, an agent's observation is a dict of ``observation`` and ``action_mask``. In Hanabi
+    all agents act at each step, and for all but the one whose turn it is only the last action is legal, which does
+    nothing.
+
+    Args:
+        env: an id such as ``"MPE_simple_spread_v3"``, with `kwargs` for `jaxmarl.make`, or an instance.
+        groups: see `from_pettingzoo`.
+        state: whether what all agents see (``"world_state"``) is observed, too, under ``"state"``.
+        info_keys: keys of the infos: of those by agent, recorded as ``("next", group, "info", key)``, and of others.
+
+    See `from_gymnax` for the other arguments and the errors; ValueError for `state` without any, and for groups that do
+    not hold every agent once, or that mix spaces.
+
+    >>> env = from_jaxmarl("MPE_simple_tag_v3", num_envs=64)
+    >>> {name: group.n for name, group in env.groups.items()}
+    {'adversary': 3, 'agent': 1}
+    """
+    label, raw = of_suite("jaxmarl", env, kwargs)
+    check_flags(state=state)
+    check_keys("info_keys", info_keys, "shaped_reward")
+    if groups is not None:
+        check_kind("groups", groups, Mapping, "pass a dict")
+    names, endless, legal = [*raw.agents], _without_limit(raw), _legal_actions(raw)
+
+    def observed(seen: Any, env_state: Any) -> dict[str, Any]:
+        """The observation of each agent and, if it is asked for, the shared state, by name."""
+        masks = legal(env_state) if legal else {}
+        rows = {
+            name: {"observation": seen[name], "action_mask": masks[name].astype(bool)} if legal else seen[name]
+            for name in names
+        }
+        return rows | ({STATE: seen.get(_WORLD)} if state else {})
+
+    def rows_by_group(values: Mapping[str, Any]) -> dict[str, Any]:
+        shared = {STATE: values[STATE]} if STATE in values else {}
+        return agents.by_group(found, values, import_jax().numpy.stack) | shared
+
+    def reset(key: Any, _: Any) -> tuple[Any, Any]:
+        seen, env_state = raw.reset(key)
+        return env_state, rows_by_group(observed(seen, env_state))
+
+    def step(key: Any, env_state: Any, actions: Mapping[str, Any], _: Any) -> Transition:
+        own = agents.by_agent(found, actions)
+        seen, after, reward, done, info = raw.step_env(key, env_state, own)
+        # The same step is also traced without the limit, and the compiler merges the two.
+        ends = done if endless is None else endless.step_env(key, env_state, own)[3]
+        terminated = rows_by_group({name: ends[name] | ends[_ALL] for name in names})
+        over = rows_by_group({name: done[name] | done[_ALL] for name in names})
+        truncated = {name: flags & ~terminated[name] for name, flags in over.items()}
+        infos = {name: {} for name in found} | {key: info[key] for key in info_keys if key not in of_agents}
+        for key in of_agents:
+            for name, values in rows_by_group(info[key]).items():
+                infos[name][key] = values
+        rows = rows_by_group(observed(seen, after))
+        return Transition(after, rows, rows_by_group(reward), terminated, truncated, infos)
+
+    actions = {name: to_gymnasium(raw.action_space(name)) for name in names}
+    seen, infos = _shapes(raw, actions, observed)
+    if state and seen[STATE] is None:
+        raise ValueError(f"state=True was given for {label}, whose agents share no {_WORLD!r}: leave it out")
+    known = {name: (space_like(seen[name]), actions[name]) for name in names}
+    found = agents.grouped(known, groups, comes_and_goes=True)
+    of_agents = [key for key in info_keys if isinstance(infos.get(key), Mapping) and {*names} <= infos[key].keys()]
+    shared = space_like(seen[STATE]) if state else None
+    lane = GroupFunctions(label, found, reset, step, state_space=shared, order=names).for_loops()
+    recorded = [f"{name}.{key}" for name in found for key in of_agents]
+    recorded += [key for key in info_keys if key not in of_agents]
+    common = (lane.observation_space, lane.action_spec, num_envs, False, [*lane.info_keys, *recorded], starts)
+    return jax_env(label, lane.reset, lane.step, *common, truncates=endless is not None)
+
+
+def _legal_actions(raw: Any) -> Callable[[Any], Mapping[str, Any]] | None:
+    """The function from a state to the masks of legal actions by agent; None if it has none."""
+    for name in _LEGAL:
+        if (function := getattr(raw, name, None)) is None:
+            continue
+        with contextlib.suppress(NotImplementedError), own_generator():
+            key = import_jax().numpy.zeros(2, np.uint32)
+            masks = import_jax().eval_shape(lambda key, legal=function: legal(raw.reset(key)[1]), key)
+            if all(masks[agent].shape == (getattr(raw.action_space(agent), "n", None),) for agent in raw.agents):
+                return function  # type: ignore[no-any-return]
+    return None
+
+
+def _shapes(raw: Any, actions: Mapping[str, Space], observed: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
+    """The shapes and dtypes of a first observation, as `observed` returns it, and of a step's infos."""
+    zeros = {name: np.zeros(space.shape or (), space.dtype) for name, space in actions.items()}
+
+    def first(key: Any) -> tuple[Any, Any]:
+        seen, env_state = raw.reset(key)
+        return observed(seen, env_state), raw.step_env(key, env_state, zeros)[4]
+
+    with own_generator():
+        found: tuple[Any, Any] = import_jax().eval_shape(first, import_jax().numpy.zeros(2, np.uint32))
+    return found
+
+
+def _without_limit(raw: Any) -> Any:
+    """A copy of an environment that does not end by time; None if it has no limit that can be changed."""
+    if not {_LIMIT, "_env"} & vars(raw).keys():
+        return None
+    copied = object.__new__(type(raw))  # in a wrapper, `copy.copy` would look up missing attributes without an end
+    vars(copied).update(vars(raw))
+    if _LIMIT in vars(raw):
+        setattr(copied, _LIMIT, np.iinfo(np.int32).max)
+    if "_env" in vars(raw):  # a wrapper, in which fixed rules play some of the agents
+        copied._env = _without_limit(raw._env)
+    return copied
