@@ -114,17 +114,13 @@ def _joined(batches: Iterable[TensorDictBase], frames: int, env: Any) -> Iterato
 def _ended(batches: Iterable[TensorDictBase], env: Any) -> Iterator[list[TensorDictBase]]:
     """Yield the trajectories [n] that end in each batch."""
     pending: dict[int, PendingTrajectories] = {}  # by the first lane: each asynchronous worker has lanes of its own
-    split = (
-        batches._split_by_order
-        if isinstance(batches, CollectorBase) and batches.trajs_per_batch is None
-        else lambda batch: [batch]
-    )
+    collector = batches if isinstance(batches, CollectorBase) and batches.trajs_per_batch is None else None
     for batch in batches:
         check_kind("batches", batch, TensorDictBase, "pass a collector, or the batches of rollouts")
         if env is not ...:
             check_single_steps(batch)
         fresh: list[TensorDictBase] = []
-        for rows in split(batch):
+        for rows in [batch] if collector is None else collector._split_by_order(batch):
             source = int(require(rows, LANE, tail=()).reshape(-1)[0])
             whole, pending[source] = pending.get(source, PendingTrajectories()).add(_as_collected(rows)).take_whole()
             fresh += [next_observations(part).cpu() for part in whole]
@@ -145,11 +141,9 @@ def _as_collected(batch: TensorDictBase) -> TensorDictBase:
 
 def _leaves(batch: TensorDictBase, env: Any) -> dict[Path, Any]:
     """The leaves that are written: all, or with an `env` all but a policy's other outputs."""
-    leaves: dict[Path, Any] = flatten(batch)
-    if env is ...:
-        return leaves
-    known = {path for path in leaves if path[0] in ("action", "collector", "next") or ("next", *path) in leaves}
-    return {path: leaf for path, leaf in leaves.items() if path in known}
+    leaves, known = flatten(batch), ("action", "collector", "next")
+    kept = [path for path in leaves if env is ... or path[0] in known or ("next", *path) in leaves]
+    return {path: leaves[path] for path in kept}
 
 
 def _check_leaves(leaves: Mapping[Path, Any], env: Any) -> None:

@@ -18,28 +18,10 @@ from tensordict import TensorDictBase
 
 from funcollect.arguments import check_keys, check_kind, check_positive
 from funcollect.buffers.replay import ReplayBuffer
-from funcollect.datasets.episodes import (
-    ACTION,
-    INFO,
-    REWARD,
-    TERMINATED,
-    TRUNCATED,
-    Columns,
-    EpisodeRows,
-    batches_of,
-    episode_columns,
-    extra,
-    infos_of,
-    parts_of,
-)
+from funcollect.datasets import episodes
+from funcollect.datasets.episodes import ACTION, INFO, REWARD, TERMINATED, TRUNCATED, Columns, extra
 from funcollect.envs.gymnasium_envs.lanes import own_spaces
-from funcollect.envs.plain_spaces import (
-    STRUCTURED,
-    batch_structure,
-    in_structure,
-    plain_actions,
-    plain_observations,
-)
+from funcollect.envs.plain_spaces import STRUCTURED, batch_structure, in_structure, plain_actions, plain_observations
 from funcollect.files import replacing
 from funcollect.messages import shown
 from funcollect.protocols import Env
@@ -82,8 +64,7 @@ def write_minari(
         frames_per_part: the frames in a part, which has a few more, or fewer if they take 256 MB.
 
     Raises TypeError or ValueError for bad arguments, batches of another environment than `env`, several players and
-    groups of agents, FileExistsError for a folder with files, ImportError without minari: ``pip install
-    'funcollect[data]'``.
+    groups of agents, FileExistsError for a folder with files, ImportError without minari (the extra ``data``).
 
     >>> import tempfile, funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
@@ -96,7 +77,7 @@ def write_minari(
     check_kind("metadata", metadata, (Mapping, type(None)), "pass a dict of entries, or leave it out")
     folder, name = _place(path_or_id)
     _check_metadata(metadata or {})
-    parts = parts_of(batches, env, seed, frames_per_part, folder)
+    parts = episodes.parts_of(batches, env, seed, frames_per_part, folder)
     about = {"dataset_id": name, "minari_version": extra("minari").__version__, **(metadata or {})}
     about |= {key: [each] for key, each in about.items() if key.startswith("author") and isinstance(each, str)}
     about |= {"total_episodes": 0, "total_steps": 0}
@@ -116,9 +97,8 @@ def _check_metadata(metadata: Mapping[str, Any]) -> None:
     try:
         json.dumps({**metadata})
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"metadata is {shown(metadata)}, expected what JSON holds ({error}): pass texts and numbers"
-        ) from error
+        what = f"metadata is {shown(metadata)}, expected what JSON holds ({error})"
+        raise TypeError(f"{what}: pass texts and numbers") from error
 
 
 def _acting(env: Env) -> Space:
@@ -137,7 +117,7 @@ def _place(path_or_id: Any) -> tuple[FilePath, str]:
     return folder, name if re.search(r"-v\d+$", name) else f"{name}-v0"
 
 
-def _write(folder: FilePath, name: str, part: EpisodeRows, env: Env, about: dict[str, Any]) -> None:
+def _write(folder: FilePath, name: str, part: episodes.EpisodeRows, env: Env, about: dict[str, Any]) -> None:
     """Let Minari write a part to a folder of its own, and only then link it in the main file and count it."""
     storages, h5py, fresh = extra("minari.dataset.minari_storage"), extra("h5py"), folder / ".part"
     fresh.mkdir(parents=True)
@@ -163,16 +143,14 @@ def _write(folder: FilePath, name: str, part: EpisodeRows, env: Env, about: dict
         copy.write_text(json.dumps(written | about))
 
 
-def _buffers(part: EpisodeRows, env: Env, acting: Space) -> Iterator[Any]:
+def _buffers(part: episodes.EpisodeRows, env: Env, acting: Space) -> Iterator[Any]:
     """Yield the episodes of a part as buffers of Minari's, with observations and infos [n + 1, ...]."""
     columns, ends, starts, space = part.columns, part.ends, part.ends - part.lengths, env.observation_space
-    spaces = zip(env.observation_leaves, disassemble(space, space), strict=True)
-    dtypes = {leaf.path: child.dtype for leaf, child in spaces}
-    observed = {
-        path: np.insert(columns[path].astype(dtype), ends, columns["next", *path][ends - 1], axis=0)
-        for path, dtype in dtypes.items()
-    }
-    found = {".".join(path): each for path, each in infos_of(columns, env).items()}
+    observed: Columns = {}
+    for leaf, child in zip(env.observation_leaves, disassemble(space, space), strict=True):
+        rows = columns[leaf.path].astype(child.dtype)
+        observed[leaf.path] = np.insert(rows, ends, columns["next", *leaf.path][ends - 1], axis=0)
+    found = {".".join(path): each for path, each in episodes.infos_of(columns, env).items()}
     infos = {name: np.insert(each, starts, 0, axis=0) for name, each in found.items()}
     numbers = {"rewards": REWARD, "terminations": TERMINATED, "truncations": TRUNCATED}
     flat = {name: columns[path][:, 0] for name, path in numbers.items()}
@@ -225,7 +203,7 @@ def read_minari(
         raise FileNotFoundError(f"{what}: write or download it")
     dataset = extra("minari").MinariDataset(folder)
     space = plain_observations(dataset.observation_space, drop, None)
-    batches = batches_of(_episodes(dataset, space, observation_leaves(space)), frames_per_batch)
+    batches = episodes.batches_of(_episodes(dataset, space, observation_leaves(space)), frames_per_batch)
     if buffer is None:
         return batches
     for batch in batches:
@@ -235,22 +213,18 @@ def read_minari(
 
 def _episodes(dataset: Any, space: Space, leaves: Sequence[Leaf]) -> Iterator[Columns]:
     count, acting, plain = dataset.total_episodes, dataset.action_space, plain_actions(dataset.action_space)
-    order = np.argsort(
-        disassemble(acting, dataset.storage.metadata.get(_ORDER, in_structure(acting, repeat(0)))), kind="stable"
-    )
+    places = dataset.storage.metadata.get(_ORDER, in_structure(acting, repeat(0)))
+    order = np.argsort(disassemble(acting, places), kind="stable")
     for start in range(0, count, _AT_ONCE):
         for episode in dataset.storage.get_episodes(range(start, min(start + _AT_ONCE, count))):
             rewards = episode["rewards"].reshape(-1)
             rows = zip(leaves, disassemble(space, episode["observations"]), strict=True)
             observed = {leaf.path: np.asarray(each, leaf.dtype).reshape(-1, *leaf.shape) for leaf, each in rows}
             acted = [np.asarray(each).reshape(len(rewards), -1) for each in disassemble(acting, episode["actions"])]
-            action = (
-                np.concatenate([acted[place] for place in order], 1)
-                .reshape(-1, *(plain.shape or ()))
-                .astype(plain.dtype)
-            )
+            action = np.concatenate([acted[place] for place in order], 1).astype(plain.dtype)
+            action = action.reshape(-1, *(plain.shape or ()))
             named = {".".join(path): each for path, each in flatten(episode["infos"] or {}).items()}
             infos = {(*name.split("."),): np.asarray(each) for name, each in named.items()}
             known = {(*INFO, *path): each[-len(rewards) :] for path, each in infos.items() if each.dtype.kind in "biuf"}
             ended = {TERMINATED: episode["terminations"], TRUNCATED: episode["truncations"]}
-            yield episode_columns(observed, ended, {ACTION: action, REWARD: rewards, **known})
+            yield episodes.episode_columns(observed, ended, {ACTION: action, REWARD: rewards, **known})

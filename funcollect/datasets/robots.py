@@ -16,24 +16,8 @@ import numpy as np
 from tensordict import TensorDict, TensorDictBase
 
 from funcollect.arguments import check_flags, check_kind, check_positive
-from funcollect.datasets.episodes import (
-    ACTION,
-    DONE,
-    INFO,
-    OBSERVATION,
-    REWARD,
-    TERMINATED,
-    TRUNCATED,
-    Array,
-    Columns,
-    EpisodeRows,
-    batches_of,
-    episode_columns,
-    extra,
-    in_single,
-    infos_of,
-    parts_of,
-)
+from funcollect.datasets import episodes
+from funcollect.datasets.episodes import ACTION, DONE, INFO, OBSERVATION, REWARD, TERMINATED, TRUNCATED, Array, extra
 from funcollect.datasets.hugging_face import from_arrow, to_arrow
 from funcollect.envs.base import import_extra
 from funcollect.files import replacing
@@ -47,6 +31,7 @@ _FILE = "chunk-{chunk_index:03d}/file-{file_index:03d}"
 _DATA, _EPISODES = f"data/{_FILE}.parquet", f"meta/episodes/{_FILE}.parquet"
 _VIDEO = f"videos/{{video_key}}/{_FILE}.mp4"
 _PICTURES = ("image", "video")
+_Films = dict[str, tuple[FilePath, Any]]  # by feature, the open one: its path and its reader
 _KEYS = "funcollect_keys"  # of observations in batches, by feature; other readers ignore it
 
 
@@ -93,7 +78,7 @@ def write_lerobot(
     check_positive("fps", fps, 30)
     check_kind("task", task, str, "pass a sentence")
     check_flags(video=video)
-    parts = parts_of(batches, env, seed, frames_per_part, FilePath(folder))
+    parts = episodes.parts_of(batches, env, seed, frames_per_part, FilePath(folder))
     writer = _Writer(FilePath(folder), env, fps, task, "video" if video else "image")
     for number, part in enumerate(parts):
         writer.add(number, part)
@@ -115,22 +100,22 @@ class _Writer:
         self.info[_KEYS] = {name: path for path, name in self._names.items()}
         self._sums: dict[str, list[Any]] = {}  # by feature, see `_add`
 
-    def add(self, number: int, part: EpisodeRows) -> None:
+    def add(self, number: int, part: episodes.EpisodeRows) -> None:
         """Write the part with this number."""
         leaves, lengths, ends, count, fps = part.columns, part.lengths, part.ends, int(part.ends[-1]), self.info["fps"]
-        frames, episodes, features = self.info["total_frames"], self.info["total_episodes"], self.info["features"]
+        frames, earlier, features = self.info["total_frames"], self.info["total_episodes"], self.info["features"]
         columns = {name: leaves[path] for path, name in self._names.items()} | {"action": leaves[ACTION]}
         columns |= {".".join(path): leaves[path][:, 0] for path in (REWARD, DONE, TERMINATED, TRUNCATED)}
-        columns |= {".".join((*INFO, *path)): each for path, each in infos_of(leaves, self._env).items()}
+        columns |= {".".join((*INFO, *path)): each for path, each in episodes.infos_of(leaves, self._env).items()}
         step = np.arange(count) - (ends - lengths).repeat(lengths)
         columns["timestamp"], columns["frame_index"] = (step / fps).astype(np.float32), step
         columns["task_index"], columns["index"] = np.zeros_like(step), frames + np.arange(count)
-        columns["episode_index"] = episodes + np.arange(len(ends)).repeat(lengths)
+        columns["episode_index"] = earlier + np.arange(len(ends)).repeat(lengths)
         for name, each in columns.items():
             features.setdefault(name, self._feature(name, each))
             _add(self._sums.setdefault(name, []), each, features[name]["dtype"] in _PICTURES)
         place = {"chunk_index": number // _CHUNK, "file_index": number % _CHUNK}
-        about: dict[str, Any] = {"episode_index": episodes + np.arange(len(ends)), "length": lengths}
+        about: dict[str, Any] = {"episode_index": earlier + np.arange(len(ends)), "length": lengths}
         about |= {"tasks": [[self._task]] * len(ends), "seed": extra("pyarrow").array(part.seeds, "int64")}
         about |= {"dataset_from_index": frames + ends - lengths, "dataset_to_index": frames + ends}
         films = [name for name in columns if features[name]["dtype"] == "video"]
@@ -146,8 +131,8 @@ class _Writer:
             about[f"terminal/{name}"] = self._column(name, leaves["next", *path][ends - 1])
         self._table(_DATA.format(**place), {name: self._column(name, each) for name, each in columns.items()})
         self._table(_EPISODES.format(**place), about)
-        self.info |= {"total_frames": frames + count, "total_episodes": episodes + len(ends)}
-        self.info["splits"] = {"train": f"0:{episodes + len(ends)}"}
+        self.info |= {"total_frames": frames + count, "total_episodes": earlier + len(ends)}
+        self.info["splits"] = {"train": f"0:{earlier + len(ends)}"}
         if not number:
             row = extra("pandas").Index([self._task], name="task")
             extra("pandas").DataFrame({"task_index": [0]}, row).to_parquet(self._root / "meta" / "tasks.parquet")
@@ -235,15 +220,14 @@ def read_lerobot(folder: str | os.PathLike[str], *, frames_per_batch: int = 10_0
     if not str(version := info.get("codebase_version")).startswith("v3."):
         raise ValueError(f"folder has version {version!r} of the format, expected v3.0: convert it by LeRobot's script")
     if "action" not in info["features"]:
-        raise ValueError(
-            f"folder has the features {sorted(info['features'])}, expected an action among them: rename it"
-        )
-    return batches_of(_episodes(FilePath(folder), info), frames_per_batch)
+        what = f"folder has the features {sorted(info['features'])}, expected an action among them"
+        raise ValueError(f"{what}: rename it")
+    return episodes.batches_of(_episodes(FilePath(folder), info), frames_per_batch)
 
 
-def _episodes(root: FilePath, info: Mapping[str, Any]) -> Iterator[Columns]:
+def _episodes(root: FilePath, info: Mapping[str, Any]) -> Iterator[episodes.Columns]:
     """Yield the episodes that the counts include; a program that was killed may have written others."""
-    films: dict[str, tuple[FilePath, Any]] = {}  # by feature, the open one: its path and its reader
+    films: _Films = {}
     try:
         for file in sorted((root / "data").glob("*/*.parquet")):
             yield from _episodes_of(extra("pyarrow.parquet").ParquetFile(file).read(), root, info, films)
@@ -252,13 +236,11 @@ def _episodes(root: FilePath, info: Mapping[str, Any]) -> Iterator[Columns]:
             reader.close()
 
 
-def _episodes_of(
-    table: Any, root: FilePath, info: Mapping[str, Any], films: dict[str, tuple[FilePath, Any]]
-) -> Iterator[Columns]:
+def _episodes_of(table: Any, root: FilePath, info: Mapping[str, Any], films: _Films) -> Iterator[episodes.Columns]:
     observed = {name: each["dtype"] for name, each in info["features"].items() if name.startswith("observation.")}
-    episodes, begins = np.unique(table.column("episode_index").to_numpy(), return_index=True)
-    stop = min(int(episodes[-1]) + 1, info["total_episodes"])
-    within = [("episode_index", ">=", int(episodes[0])), ("episode_index", "<", stop)]
+    numbered, begins = np.unique(table.column("episode_index").to_numpy(), return_index=True)
+    stop = min(int(numbered[-1]) + 1, info["total_episodes"])
+    within = [("episode_index", ">=", int(numbered[0])), ("episode_index", "<", stop)]
     about = extra("pyarrow.parquet").read_table(root / "meta" / "episodes", filters=within).sort_by("episode_index")
     numbers, terminal = _numbers(info["features"], table), _numbers(info["features"], about, "terminal/")
     for row, (begin, end) in enumerate(zip(begins[: len(about)], (*begins[1:], len(table)), strict=False)):
@@ -283,15 +265,15 @@ def _numbers(features: Mapping[str, Any], table: Any, prefix: str = "") -> dict[
         shape = () if about["shape"] == [1] and not about["names"] else tuple(about["shape"])
         if f"{prefix}{name}" in table.column_names and about["dtype"] not in _PICTURES:
             array = from_arrow(table.column(f"{prefix}{name}"), shape)
-            found |= {} if array is None else {name: array if name == "action" else in_single(array)}
+            found |= {} if array is None else {name: array if name == "action" else episodes.in_single(array)}
     return found
 
 
-def _filmed(name: str, about: Mapping[str, Any], root: FilePath, info: Mapping[str, Any], films: Any) -> Array:
+def _filmed(name: str, about: Mapping[str, Any], root: FilePath, info: Mapping[str, Any], films: _Films) -> Array:
     """An episode's pictures [n, H, W, 3], from a film that stays open in `films`."""
     place = {key: about[f"videos/{name}/{key}"] for key in ("chunk_index", "file_index")}
     path = root / info["video_path"].format(video_key=name, **place)
-    if films.get(name, (None,))[0] != path:
+    if name not in films or films[name][0] != path:
         if name in films:
             films.pop(name)[1].close()
         with unforked():
@@ -305,11 +287,11 @@ def _from_png(column: Any) -> Array:
     return np.stack([np.asarray(extra("PIL.Image", "Pillow").open(file).convert("RGB")) for file in files])
 
 
-def _episode(observed: Columns, named: Mapping[str, Array], count: int) -> Columns:
+def _episode(observed: episodes.Columns, named: Mapping[str, Array], count: int) -> episodes.Columns:
     """The columns of an episode of n frames, from observations [n + 1, ...] and features [n, ...] by name."""
     after = {(*name.split("."),): each for name, each in named.items() if name.startswith("next.")}
     done, cut = (after.pop(path, np.zeros(count, bool)) for path in (DONE, TRUNCATED))
     ended = {TERMINATED: after.pop(TERMINATED, done & ~cut), TRUNCATED: cut}
     others = {ACTION: named["action"], REWARD: after.pop(REWARD, np.zeros(count, np.float32))}
     infos = {path if path[:2] == INFO else (*INFO, *path[1:]): each for path, each in after.items()}
-    return episode_columns(observed, ended, others | infos)
+    return episodes.episode_columns(observed, ended, others | infos)
