@@ -14,29 +14,25 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from funcollect.buffers import Arrays, Ints
-from funcollect.buffers.indices import Sampler
 from funcollect.buffers.ring import RingMemory
 from funcollect.buffers.storages import LazyMemmapStorage, LazyTensorStorage
 from funcollect.buffers.storages.storage import Dumped, ListStorage, Storage
+from funcollect.buffers.uniform_samplers import Sampler
 from funcollect.files import Uninterrupted, read_arrays, replacing, sync
 from funcollect.messages import shown
 
 _Generator = torch.Generator | None
+_Other = tuple[RingMemory, Ints, Arrays]  # a ring of another capacity, its slots [*lanes, T], its sampler's state
 _FORMAT = 4
 _POINTER, _META, _ARRAYS = "current", "meta.json", "arrays.npz"
 _FRAMES_AT_ONCE = 1 << 14  # that move to a buffer of another capacity
 _FILE = re.compile(r"[\w-]+\.[a-z]+")  # the names of files in a dump
-
-
-def _parts(memory: RingMemory, sampler: Sampler) -> list[tuple[str, Any]]:
-    """The parts of a buffer whose state is a dict of arrays, each with the prefix of their names."""
-    return [("sampler", sampler), *([] if memory.index is None else [("trajectories", memory.index)])]
 
 
 def _kind(memory: RingMemory, sampler: Sampler) -> dict[str, Any]:
@@ -58,7 +54,8 @@ def dump(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
     fresh = root / f"v{int(former.name[1:]) + 1 if former else 0}"
     meta = _kind(memory, sampler) | {"name": secrets.token_hex(16), "written": memory.written}
     meta["lanes"], meta["by_lane"], meta["counted"] = (memory.lanes, memory.since), memory.by_lane, memory.counted
-    arrays = {f"{name}.{key}": each for name, part in _parts(memory, sampler) for key, each in part.state().items()}
+    states = {"sampler": sampler.state(), "trajectories": {} if memory.index is None else memory.index.state()}
+    arrays = {f"{name}.{key}": each for name, state in states.items() for key, each in state.items()}
     if generator is not None:
         arrays["generator"] = generator.get_state().numpy()
     try:
@@ -119,17 +116,7 @@ def _current(root: Path) -> Path | None:
     return root / name
 
 
-class OtherCapacity(NamedTuple):
-    """What a dump of a buffer of another capacity holds."""
-
-    memory: RingMemory
-    slots: Ints  # [*lanes, T], oldest first
-    state: Arrays  # of its sampler
-
-
-def load(
-    root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator, allow_pickle: bool
-) -> OtherCapacity | None:
+def load(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator, allow_pickle: bool) -> _Other | None:
     """Read the current dump into the parts of a buffer that was built with the same arguments.
 
     If its capacity is another one, return what there is for `move`.
@@ -148,7 +135,11 @@ def load(
             sampler.load(_part("sampler", arrays))
         former = memory if same else RingMemory(_like(memory.storage, meta["max_size"]), memory.trajectories)
         _read(found, meta, arrays, former, allow_pickle)
-        other = None if same else OtherCapacity(former, _in_order(former), _part("sampler", arrays))
+        if same:
+            return None
+        slots = np.arange(former.numbers.start, former.written) % former.capacity
+        # If batches had different lanes, `held` raises ValueError.
+        return former, slots if former.storage.ndim == 1 else former.held(...), _part("sampler", arrays)
     except BaseException as error:
         sampler.load(drawn)
         if generator is not None and before is not None:
@@ -156,7 +147,6 @@ def load(
         if not isinstance(error, (OSError, EOFError, LookupError, TypeError, AttributeError, RuntimeError)):
             raise
         raise ValueError(f"{found} cannot be read ({error!r}): the dump is damaged, or too large here") from error
-    return other
 
 
 def _check_kind(root: Path, meta: Mapping[str, Any], kind: Mapping[str, Any]) -> None:
@@ -168,7 +158,7 @@ def _check_kind(root: Path, meta: Mapping[str, Any], kind: Mapping[str, Any]) ->
 
 
 def _part(name: str, arrays: Arrays) -> Arrays:
-    """The state of a part of a buffer, see `_parts`."""
+    """The state of a part of a buffer, whose name precedes those of its arrays."""
     prefix = f"{name}."
     return {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
 
@@ -192,14 +182,7 @@ def _like(storage: Storage, capacity: int) -> Storage:
     return kind(capacity, ndim=storage.ndim, **options)
 
 
-def _in_order(memory: RingMemory) -> Ints:
-    """The slots [*lanes, T] of a ring, oldest first; ValueError if batches had different lanes."""
-    if memory.storage.ndim > 1:
-        return memory.held(...)
-    return np.arange(memory.numbers.start, memory.written) % memory.capacity
-
-
-def move(other: OtherCapacity, memory: RingMemory, sampler: Sampler) -> None:
+def move(other: _Other, memory: RingMemory, sampler: Sampler) -> None:
     """Extend an empty buffer by the newest frames that fit; if it is interrupted, it has some of them."""
     former, slots, state = other
     memory.by_lane, listed = former.by_lane, isinstance(memory.storage, ListStorage)
@@ -217,14 +200,8 @@ def move(other: OtherCapacity, memory: RingMemory, sampler: Sampler) -> None:
         sampler.load_moved(memory, state, source, np.array(memory.numbers) % memory.capacity)
 
 
-def files_of(root: Path) -> dict[str, torch.Tensor]:
-    """The bytes [N] uint8 of the files of the current dump, by name."""
-    files = sorted((_current(root) or root).iterdir())
-    return {path.name: torch.from_numpy(np.fromfile(path, np.uint8)) for path in files}
-
-
 def write_files(root: Path, files: Any) -> None:
-    """Write a dump from the result of `files_of`; TypeError for anything else."""
+    """Write a dump from the files of another by name, bytes [N] uint8; TypeError for anything else."""
     (root / "v0").mkdir()
     for name, content in (files if isinstance(files, Mapping) else {"": files}).items():
         if not isinstance(content, torch.Tensor) or content.dtype != torch.uint8 or not _FILE.fullmatch(str(name)):

@@ -33,7 +33,6 @@ class FramesByIndex:
     transform: Callable[[Any], Any] | None
     _lock: threading.RLock
     _memory: ring.RingMemory
-    _before: int  # frames written to rings before the present one
 
     def __getitem__(self, index: Any) -> Any:
         """The frames at an index, copied.
@@ -117,7 +116,7 @@ class FramesByIndex:
             if linked := [] if trajectories is None else sorted(leaves.keys() & trajectories.read):
                 what = f"values has {[*map(readable, linked)]}, by which the sampler follows trajectories"
                 raise ValueError(f"{what}: leave them out, or sample with a RandomSampler")
-            held = present_in(self._memory, slots, written, self._before)
+            held = present_in(self._memory, slots, written)
             rows = np.arange(len(slots)) if held is None else held.nonzero()[0]
             rows = rows[::-1][np.unique(slots[rows[::-1]], return_index=True)[1]]  # the last of each slot
             self.storage.amend(slots[rows], {path: leaf[torch.from_numpy(rows)] for path, leaf in leaves.items()})
@@ -127,7 +126,7 @@ class FramesByIndex:
     def check_index(self, slots: Any, written: Any) -> None:
         """Raise ValueError for slots without a frame, and for an impossible `written`."""
         with self._lock:
-            present_in(self._memory, slots, written, self._before)
+            present_in(self._memory, slots, written)
 
     def check_update(self, slots: Any, leaves: Mapping[Path, Tensor], written: Any) -> None:
         """Raise what `update` of these slots would raise, for leaves ``[N, ...]`` by path."""

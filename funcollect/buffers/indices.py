@@ -11,19 +11,17 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from typing_extensions import override
 
 from funcollect.arguments import check_choice, check_count, check_flags, check_key, check_kind, check_positive
-from funcollect.buffers import Arrays, Bools, Floats, Ints
-from funcollect.buffers.marks import flags_at, mark, set_rows, with_episodes
-from funcollect.buffers.trajectory_index import Trajectories, TrajectoryIndex
-from funcollect.keys import Key, Purpose, seed_of
-from funcollect.trajectories.split import IS_FIRST, MASK
+from funcollect.buffers import Bools, Floats, Ints
+from funcollect.buffers.trajectory_index import TrajectoryIndex
+from funcollect.trajectories.split import IS_FIRST, MASK, STEP, STEPS_AHEAD, TRAJECTORY_IDS
 from funcollect.tree import Path, as_path
 
 _TRUNCATED: Path = ("next", "truncated")
 _LEARN, _BURN_IN = ("collector", "learn"), ("collector", "burn_in")
 _INIT = "is_init"  # where TorchRL's recurrent modules begin with the recorded hidden state
+_NO_STARTS = ("next", "collector")  # nodes with flags of later frames, or not from the environment
 
 
 class BufferView(Protocol):
@@ -45,13 +43,6 @@ class RandomSource(NamedTuple):
     below: Callable[[int, int], Ints]  # (limit, count): `count` uniform integers in [0, limit)
     uniform: Callable[[int], Floats]  # (count): uniform numbers in [0, 1)
     permutation: Callable[[int], Ints]  # (count): the integers below `count` in random order
-
-
-def from_key(key: Key) -> RandomSource:
-    """Random numbers that are a function of a key."""
-    words = np.array([seed_of(key), int(Purpose.SAMPLE) << 48], np.uint64)
-    source = np.random.Generator(np.random.Philox(key=words))
-    return RandomSource(lambda limit, count: source.integers(limit, size=count), source.random, source.permutation)
 
 
 def from_generator(generator: torch.Generator | None) -> RandomSource:
@@ -78,10 +69,14 @@ class SampleIndices:
     written: int | None = None  # the frames written to the ring by then, if the sampler needs that in `give_back`
     info: Mapping[str, Tensor] = field(default_factory=dict)  # [N] by name, such as importance weights
     marks: Mapping[Path, Bools] = field(default_factory=dict)  # further flags [N] of slices, by path
+    of: SampleIndices | None = None  # the sample that the caller gets, if further frames are read for it
+    made: Callable[[Any], Any] | None = None  # makes that sample of all these frames
 
     @property
     def index(self) -> Ints:
         """The slots [N] by which the caller knows the rows of the finished sample; -1 for padding."""
+        if self.of is not None:
+            return self.of.index
         return self.slots if self.mask is None else np.where(self.mask, self.slots, -1)
 
     def shortened(self) -> SampleIndices:
@@ -96,18 +91,18 @@ class SampleIndices:
     def finish(self, batch: Any) -> Any:
         """Mark the beginnings and ends of slices and the padding in a batch that was read."""
         if (spec := self.spec) is None or self.first is None or self.last is None:
-            return batch
+            return batch if self.made is None else self.made(batch)
         if type(batch) is not TensorDict:
             batch = batch.to_tensordict()
-        first = with_episodes(batch, self.first, self.mask) if spec.across_episodes else self.first
+        first = _with_episodes(batch, self.first, self.mask) if spec.across_episodes else self.first
         for path in spec.cut:
-            set_rows(flags_at(batch, path, (1,)), self.last)
-        set_rows(flags_at(batch, IS_FIRST, (), fresh=True), first)
+            _set_rows(_flags_at(batch, path, (1,)), self.last)
+        _set_rows(_flags_at(batch, IS_FIRST, (), fresh=True), first)
         if (key := spec.init_key) is not None:
             if isinstance(key, str):
-                found = mark(batch._tensordict, key, first)
+                found = _mark(batch._tensordict, key, first)
             elif found := isinstance(starts := batch.get(key, None), Tensor):
-                set_rows(starts, first)
+                _set_rows(starts, first)
             if not found and key != _INIT:
                 raise ValueError(f"init_key is {key!r}, but frames have no such tensor: check the spelling")
         for path, rows in (self.marks if self.mask is None else {MASK: self.mask, **self.marks}).items():
@@ -115,65 +110,54 @@ class SampleIndices:
         return batch
 
 
-@dataclass(kw_only=True, slots=True)
-class WiderIndices(SampleIndices):
-    """The frames of another sample, and further frames that `finish` needs."""
+def _with_episodes(batch: TensorDict, first: Ints | slice, mask: Bools | None) -> Ints:
+    """The rows that begin a slice, or an episode: by ids and steps, or by the end flag of the row before."""
+    begins = np.zeros(len(batch), np.bool_)
+    begins[first] = True
+    ids, steps, done = (batch.get(path, None) for path in (TRAJECTORY_IDS, STEP, ("next", "done")))
+    if ids is not None:
+        begins[1:] |= ids.reshape(-1).diff().numpy(force=True) != 0
+    if steps is not None:  # other runs may have the same ids
+        begins[1:] |= steps.reshape(-1).diff().numpy(force=True) != 1
+    if ids is None and steps is None and done is not None:
+        ended, ahead = done.reshape(len(batch)), batch.get(STEPS_AHEAD, None)
+        if ahead is not None:  # frames of `MultiStep`, which have the flags of later ones
+            ended = ended & (ahead.reshape(-1) == 1)
+        begins[1:] |= ended[:-1].numpy(force=True)
+    return np.flatnonzero(begins if mask is None else begins & mask)
 
-    of: SampleIndices  # the other sample
 
-    @property
-    @override
-    def index(self) -> Ints:
-        return self.of.index
+def _flags_at(batch: TensorDict, path: Path, tail: tuple[int, ...], fresh: bool = False) -> Tensor:
+    """The flags ``[N, *tail]`` of a batch at a path; new ones, all False, if there are none, or if `fresh`."""
+    node = batch._tensordict  # several times faster than `get` and `set`
+    for part in path[:-1]:
+        if part not in node:
+            node[part] = TensorDict({}, batch.batch_size, batch.device)
+        node = node[part]._tensordict
+    flags: Tensor | None = node.get(path[-1])
+    if flags is None or fresh:
+        zeros = torch.from_numpy(np.zeros((*batch.batch_size, *tail), np.bool_))
+        flags = node[path[-1]] = zeros if batch.device is None else zeros.to(batch.device)
+    return flags
 
 
-class Sampler(Protocol):
-    """The interface of samplers for a `ReplayBuffer`. Methods but `draw` have defaults, for samplers without state."""
+def _mark(node: dict[str, Any], name: str, rows: Ints | slice) -> bool:
+    """Set these rows to True in all leaves with a name, except those of next frames; return whether there are any."""
+    leaf = node.get(name)
+    if found := isinstance(leaf, Tensor):
+        _set_rows(leaf, rows)
+    for key, value in node.items():
+        if type(value) is TensorDict and key not in _NO_STARTS:
+            found |= _mark(value._tensordict, name, rows)
+    return found
 
-    trajectories: Trajectories | None = None  # the keys that link frames; None for a sampler of single frames
 
-    def fit(self, capacity: int) -> None:
-        """Raise ValueError if the sampler cannot be used with a storage of `capacity` frames."""
-        return
-
-    def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
-        """Choose the frames of one sample."""
-
-    def ran_out(self, batch_size: int) -> bool:
-        """Whether a round has ended: every frame was returned once, or too few are left for a batch."""
-        return False
-
-    def give_back(self, drawn: SampleIndices) -> None:
-        """Undo the last `draw`: its frames were not returned to the caller."""
-        return
-
-    def extended(self, memory: BufferView, slots: Ints) -> None:
-        """Update after frames were written to `slots` ``[*B, T]``; -1 marks frames that were not stored."""
-        return
-
-    def empty(self) -> None:
-        """Reset after the buffer was emptied."""
-        self.load({})
-
-    @property
-    def settings(self) -> tuple[Any, ...]:
-        """The settings of samples that may be changed at any time."""
-        return ()
-
-    def state(self) -> Arrays:
-        """The sampler's state, as arrays by name."""
-        return {}
-
-    def load(self, state: Arrays) -> None:
-        """Continue from the result of `state`, here or in another buffer; {} is the initial state."""
-        return
-
-    def load_moved(self, memory: BufferView, state: Arrays, source: Ints, slots: Ints) -> None:
-        """Take over the state of a buffer of another capacity, whose frames in `source` [N] are here in `slots` [N].
-
-        By default nothing: samplers without replacement begin a new round.
-        """
-        return
+def _set_rows(flags: Tensor, rows: Ints | slice) -> None:
+    """Set these rows of flags to True."""
+    if flags.is_cpu:
+        flags.numpy()[rows] = True  # Torch takes twice as long
+    else:
+        flags[rows if isinstance(rows, slice) else torch.from_numpy(rows)] = True
 
 
 def wanted_size(given: int | None, usual: int | None) -> int:
@@ -224,12 +208,10 @@ class Slices:
         num_slices: the number of slices.
         slice_len: the number of frames in a slice.
         strict_length: if False, trajectories that are shorter are drawn as well, and the sample has fewer frames then.
-        pad_output: pad them with zeros instead; ``("collector", "mask")`` ``[N]`` bool is False for padding. Only with
-            ``strict_length=False``.
+        pad_output: pad those with zeros instead; ``("collector", "mask")`` ``[N]`` bool is False for padding.
         init_key: the flags that are set like ``is_init``: a string for all of this name, also in nested dicts; a tuple
             for one path; None for none.
-        across_episodes: whether rows that begin an episode are marked, too, for rings with
-            ``Trajectories(across_episodes=True)``.
+        across_episodes: mark rows that begin an episode, too, for rings with ``Trajectories(across_episodes=True)``.
         over: ``"trajectories"`` draws the trajectory uniformly, then the slice's first frame in it; ``"windows"`` draws
             uniformly from all possible slices.
         truncated_key: the flag of a slice's last row, whose neighbour ``done`` is True there, too; None for neither.

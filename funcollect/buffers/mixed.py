@@ -19,7 +19,7 @@ from funcollect.buffers.keyed_replay import TensorDictReplayBuffer, spread
 from funcollect.buffers.replay import ReplayBuffer
 from funcollect.buffers.samplers import PrioritizedSampler
 from funcollect.buffers.storages.packed_rows import leaves_of
-from funcollect.buffers.sum_tree import numbers_of
+from funcollect.buffers.sum_tree import check_one_each, numbers_of
 from funcollect.messages import shown
 from funcollect.trajectories.split import readable
 
@@ -109,8 +109,7 @@ class MixedBuffers:
     def update_priority(self, index: Any, priority: Any, written: Any = None) -> None:
         """Set the priorities of frames in the buffers that have priorities; see `ReplayBuffer.update_priority`."""
         values, count = torch.as_tensor(priority).reshape(-1), math.prod(np.shape(index))
-        if len(values) not in (1, count):
-            raise ValueError(f"{len(values)} priorities are given for {count} frames: give one each, or for all")
+        check_one_each(values, count)
         each = values.expand(count) if len(values) == 1 else values
         parts = [
             (buffer, sampler, slots, each[rows.to(each.device)], then)

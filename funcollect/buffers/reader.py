@@ -15,7 +15,8 @@ from funcollect.arguments import check_function, check_kind, check_optional_posi
 from funcollect.buffers.indices import from_generator, wanted_size
 from funcollect.buffers.samplers import RandomSampler, SliceSampler
 from funcollect.buffers.storages.packed_rows import RowLayout, gather
-from funcollect.buffers.storages.row_storages import RowsFile, attach
+from funcollect.buffers.storages.row_storages import RowsFile
+from funcollect.buffers.storages.shared_leaves import SharedLeaves
 from funcollect.buffers.trajectory_index import Trajectories, TrajectoryIndex
 from funcollect.messages import shown
 
@@ -67,7 +68,12 @@ class ReplayReader:
         self.sampler = RandomSampler() if sampler is None else sampler
         check_readable(self.sampler)
         self.directory, self.batch_size = Path(directory), batch_size
-        self._file, layout, shared = attach(self.directory)
+        self._file = RowsFile(self.directory)
+        if "batch" not in (header := self._file.header):
+            what = "the storage holds trees, whose structure is not in its file"
+            raise TypeError(f"{what}: store TensorDicts for readers")
+        layout = RowLayout.from_json(header)
+        shared = SharedLeaves(layout, [self.directory / name for name in header["files"]])
         self._records, self._unpack = layout.records(self._file.rows), shared.unpack
         self._view = FileView(self._file, layout, self.sampler.trajectories)
 
@@ -77,10 +83,10 @@ class ReplayReader:
 
     def sample(self, batch_size: int | None = None) -> Any:
         """A random batch of frames, copied; see `ReplayBuffer.sample`."""
-        spec, view = self.sampler.spec(wanted_size(batch_size, self.batch_size)), self._view
+        size, view = wanted_size(batch_size, self.batch_size), self._view
         while True:
             view.follow()
-            drawn = spec.draw(view, self._random_source)
+            drawn = self.sampler.draw(view, size, self._random_source)
             distance = drawn.slots if view.index is None else (drawn.slots - view.oldest) % view.capacity
             numbers = view.oldest + distance  # of the frames; without an index, distances from the oldest were drawn
             drawn.slots = numbers % view.capacity

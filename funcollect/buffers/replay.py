@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
+import numpy as np
 import optree
 import torch
 from torch import Tensor
 
 from funcollect.arguments import check_count, check_flags, check_function, check_kind, check_optional_positive
-from funcollect.buffers import Ints, dumping, ring
+from funcollect.buffers import OWNERS, Ints, dumping, part_of, ring, takes_foreign
 from funcollect.buffers.editing import FramesByIndex, note_written
-from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Sampler, from_generator, wanted_size
-from funcollect.buffers.keywords import OWNERS, part_of, takes_foreign
+from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, from_generator, wanted_size
 from funcollect.buffers.reader import ReplayReader, check_readable
-from funcollect.buffers.samplers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
+from funcollect.buffers.samplers import PrioritizedSampler, RandomSampler, Sampler, SamplerWithoutReplacement
 from funcollect.buffers.storages import LazyTensorStorage, ListStorage, Storage
 from funcollect.buffers.trajectory_index import Trajectories
 from funcollect.files import Uninterrupted
@@ -32,6 +32,7 @@ from funcollect.messages import shown
 __all__ = ["ReplayBuffer"]
 
 _Sample = tuple[Any, dict[str, Any]]  # the batch, and its info
+_Drawn = tuple[Any, dict[str, Tensor], SampleIndices]  # also what was drawn
 Relabel = Callable[[BufferView, SampleIndices, RandomSource], SampleIndices]
 _FIXED = ("storage", "sampler", "generator")  # cannot be replaced, since they depend on each other
 
@@ -69,6 +70,8 @@ class ReplayBuffer(FramesByIndex):
     (300, torch.Size([32, 4]))
     """
 
+    _labels: ClassVar[bool] = False  # whether samples get their info as keys
+
     @takes_foreign("buffer")
     def __init__(
         self,
@@ -103,7 +106,6 @@ class ReplayBuffer(FramesByIndex):
         if collate_fn is not None and isinstance(self.storage, ListStorage):
             self.storage.collate, self.collate_fn = collate_fn, None
         self._memory = ring.RingMemory(self.storage, self.sampler.trajectories)
-        self._before = 0  # more than the frames written to rings before the present one
         self._random_source = from_generator(generator)
         check_count("prefetch", prefetch := 0 if prefetch is None else prefetch)
         self._lock = threading.RLock()
@@ -154,7 +156,7 @@ class ReplayBuffer(FramesByIndex):
         batch, info, _ = self.sampled(wanted_size(batch_size, self.batch_size), return_info)
         return (batch, info) if return_info else batch
 
-    def sampled(self, batch_size: int, with_info: bool = True) -> tuple[Any, dict[str, Tensor], SampleIndices]:
+    def sampled(self, batch_size: int, with_info: bool = True) -> _Drawn:
         """A sample, what `return_info` adds, and what was drawn; if this raises, `give_back` gets what was drawn."""
         if self._pool is not None:
             return self._take_prefetched(batch_size, self._pool)
@@ -163,7 +165,7 @@ class ReplayBuffer(FramesByIndex):
             with self._lock:
                 drawn = self._draw(batch_size)
                 batch, info = self._gathered(drawn, with_info)
-            if self.collate_fn is not None or self.sample_transform is not None:
+            if self._labels or self.collate_fn is not None or self.sample_transform is not None:
                 batch = self._finished(batch, info)
         except BaseException:
             self.give_back(drawn)
@@ -204,21 +206,19 @@ class ReplayBuffer(FramesByIndex):
         if written is None:
             written = self.written_at(index)
         with self._lock, Uninterrupted():
-            self.sampler.update_priority(self._memory, index, priority, written, self._before)
+            self.sampler.update_priority(self._memory, index, priority, written)
             self._ahead.clear()
 
     def _index(self, slots: Ints | Tensor) -> Tensor:  # that records how many frames had been written
         index = slots if isinstance(slots, Tensor) else torch.from_numpy(slots)
-        note_written(index, self._before + self._memory.written)
+        note_written(index, self._memory.before + self._memory.written)
         return index
 
     def _gathered(self, drawn: SampleIndices, with_info: bool = True) -> _Sample:
         batch = drawn.finish(self.storage.read(drawn.slots, drawn.mask))
         return batch, {"index": self._index(drawn.index), **drawn.info} if with_info else {}
 
-    def _take_prefetched(
-        self, batch_size: int, pool: ThreadPoolExecutor
-    ) -> tuple[Any, dict[str, Tensor], SampleIndices]:
+    def _take_prefetched(self, batch_size: int, pool: ThreadPoolExecutor) -> _Drawn:
         """Wait for the oldest prepared sample that is still up to date; threads prepare others meanwhile."""
         while True:
             with self._lock:
@@ -260,14 +260,14 @@ class ReplayBuffer(FramesByIndex):
         while self._ahead or not self.sampler.ran_out(size):
             yield self.sample()
 
-    def relabel_by(self, relabel: Relabel, trajectories: Trajectories) -> None:
+    def relabel_by(self, relabel: Relabel) -> None:
         """Apply a function to each sample that is drawn, and follow trajectories for it; see `hindsight`."""
         with self._lock:
             if self._shared:
                 raise ValueError("buffer is shared, and its readers draw no goals in hindsight: build another")
             self._discard_prefetched()
             if self._memory.trajectories is None:
-                self._memory.link(trajectories)
+                self._memory.link(trajectories := Trajectories())
                 self.sampler.trajectories = trajectories
             self.relabel = relabel
 
@@ -304,7 +304,7 @@ class ReplayBuffer(FramesByIndex):
 
     def _replace(self, memory: ring.RingMemory) -> None:  # by a ring with other frames: indices of earlier ones expire
         self._ahead.clear()
-        self._before += self._memory.written + 1
+        memory.before = self._memory.before + self._memory.written + 1
         self._memory = memory
 
     def dumps(self, path: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None) -> None:
@@ -351,7 +351,8 @@ class ReplayBuffer(FramesByIndex):
             dumped = self._memory.dumped
             self.dumps(directory)
             self._memory.dumped = dumped
-            return dumping.files_of(Path(directory))
+            files = sorted(Path(directory).glob("v*/*"))
+            return {path.name: torch.from_numpy(np.fromfile(path, np.uint8)) for path in files}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *, allow_pickle: bool = False) -> None:
         """Restore the result of `state_dict`, as `loads` does; TypeError for anything else."""

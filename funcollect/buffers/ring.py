@@ -21,13 +21,13 @@ from torch import Tensor
 
 from funcollect.arguments import check_kind, check_positive
 from funcollect.buffers import Ints
-from funcollect.buffers.indices import Flat, SampleSpec, Slices, from_key
+from funcollect.buffers.indices import Flat, RandomSource, SampleSpec, Slices
 from funcollect.buffers.storages.row_storages import LazyTensorStorage
 from funcollect.buffers.storages.storage import ListStorage, Storage
 from funcollect.buffers.trajectory_index import Segments, Trajectories, TrajectoryIndex
 from funcollect.errors import StaleStateError
 from funcollect.files import Uninterrupted
-from funcollect.keys import Key
+from funcollect.keys import Key, Purpose, seed_of
 from funcollect.messages import clipped, shown
 from funcollect.trajectories.final_observations import is_compact
 from funcollect.trajectories.next_observations import next_observations
@@ -43,7 +43,8 @@ class RingMemory:
         self.capacity, storage.linked = storage.max_size, trajectories is not None
         self._index = None if trajectories is None else TrajectoryIndex(self.capacity)
         self.written = 0  # frames written since `init`; frame n is in slot n % capacity
-        self.counted = 0  # frames of the buffer's earlier rings that its `write_count` includes
+        self.before = 0  # more than the frames written to the buffer's earlier rings
+        self.counted = 0  # frames of these that its `write_count` includes
         self.lanes: tuple[int, ...] | None = None  # the batch dimensions before time of the newest batch
         self.since = 0  # the number of the first frame from which on all batches have had these dimensions
         self.by_lane = False  # whether lanes of one batch have had equal trajectory ids, like the runs of a vmap
@@ -241,7 +242,10 @@ def sample(state: RingState, key: Key, spec: SampleSpec) -> Any:
     check_kind("spec", spec, (Flat, Slices), "pass for example Flat(256)")
     if getattr(key, "shape", None) != (2,) or key.dtype != np.uint32:
         raise TypeError(f"key is {shown(key)}, expected uint32 [2]: pass funcollect.keys.key_from_seed(0), say")
-    drawn = spec.draw(memory, from_key(key))
+    words = np.array([seed_of(key), int(Purpose.SAMPLE) << 48], np.uint64)
+    source = np.random.Generator(np.random.Philox(key=words))
+    numbers = RandomSource(lambda limit, count: source.integers(limit, size=count), source.random, source.permutation)
+    drawn = spec.draw(memory, numbers)
     return drawn.finish(memory.storage.read(drawn.slots, drawn.mask))
 
 

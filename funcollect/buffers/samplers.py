@@ -1,4 +1,4 @@
-"""Samplers for `ReplayBuffer`, which choose the frames of a sample. Those in this file draw by priority."""
+"""Samplers for `ReplayBuffer`, which choose the frames of a sample. Those in this file draw by priority, or by age."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.arguments import check_choice, check_flags, check_not_given, check_positive
-from funcollect.buffers import Arrays, Floats, Ints, indices, sum_tree
-from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Sampler
-from funcollect.buffers.recent_sampler import RecentSampler
-from funcollect.buffers.sum_tree import DeviceSums, SumTree, later, numbers_of, present_in
+from funcollect.arguments import check_choice, check_count, check_flags, check_not_given, check_positive
+from funcollect.buffers import Arrays, Bools, Floats, Ints, indices, sum_tree
+from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices
+from funcollect.buffers.sum_tree import DeviceSums, SumTree, check_one_each, later, numbers_of, present_in
 from funcollect.buffers.trajectory_index import Trajectories
 from funcollect.buffers.uniform_samplers import (
     MultiStepSampler,
     RandomSampler,
+    Sampler,
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
     returns_of,
     takes_replacement,
 )
+from funcollect.trajectories.split import VERSION, readable
 from funcollect.tree import Path
 
 __all__ = [
@@ -42,15 +43,14 @@ class PrioritizedSampler(RandomSampler):
 
     Args:
         max_capacity: the capacity of the storage.
-        alpha: the exponent of priorities; 0 makes all frames equally likely. It and `beta` may be changed later.
-        beta: the exponent of the importance weights; 1 corrects the sampling bias fully.
+        alpha: the exponent of priorities; 0 makes all frames equally likely, also if it is changed later. While it
+            changes, no other thread may extend the buffer: `collector.pause()` prevents that.
+        beta: the exponent of the importance weights; 1 corrects the sampling bias fully. It may be changed, too.
         eps: a small number added to every priority. With ``eps=0``, frames of priority 0 are never drawn.
         max_priority_within_buffer: a new frame gets the highest priority of the frames in the buffer, and 1 if there is
             none. This takes time in proportion to the capacity at each extend.
-        reduction: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``: how a `TensorDictReplayBuffer` makes one priority
-            of several numbers per frame.
-        n_steps, gamma: with both, frames have the n-step returns of `MultiStepSampler`.
-        traj_key, end_key: for these, see `ring.Trajectories`.
+        reduction: how a `TensorDictReplayBuffer` makes one priority of several numbers per frame.
+        n_steps, gamma, traj_key, end_key: with the first two, frames have the n-step returns of `MultiStepSampler`.
 
     >>> import funcollect as fc, torch
     >>> sampler = PrioritizedSampler(max_capacity=10, alpha=0.6, beta=0.4, eps=0)
@@ -94,10 +94,7 @@ class PrioritizedSampler(RandomSampler):
 
     @property
     def alpha(self) -> float | Tensor:
-        """The exponent of priorities. A new one applies to those that are stored; from 0 on, these count as 1.
-
-        It must not be changed while another thread extends the buffer, which `collector.pause()` prevents.
-        """
+        """The exponent of priorities. A new one applies to those that are stored; from 0 on, these count as 1."""
         return self._alpha
 
     @alpha.setter
@@ -141,8 +138,7 @@ class PrioritizedSampler(RandomSampler):
     @override
     def state(self) -> Arrays:
         self._follow_alpha()
-        exponents = np.array([self._exponent, float(self.beta)])
-        weights, highest = self.stored()
+        (weights, highest), exponents = self.stored(), np.array([self._exponent, float(self.beta)])
         return {"weights": weights, "highest": np.array(highest), "exponents": exponents}
 
     @override
@@ -165,25 +161,21 @@ class PrioritizedSampler(RandomSampler):
 
     def begin(self, weights: Floats, highest: float) -> None:
         """Begin with these weights of the first slots."""
-        sums: Any = SumTree(self.max_capacity)
-        self._highest: Any = np.array([highest])
-        if self._device is not None:
-            sums = DeviceSums(self.max_capacity, self._device)
-            self._highest = sums.moved(self._highest)
-        sums.put(np.arange(len(weights)), weights)
-        self._priorities = sums
+        size, device = self.max_capacity, self._device
+        self._priorities: Any = SumTree(size) if device is None else DeviceSums(size, device)
+        self._highest: Any = self._priorities.moved(np.array([highest]))
+        self._priorities.put(np.arange(len(weights)), weights)
 
-    def update_priority(self, memory: BufferView, index: Any, priority: Any, written: Any, before: int) -> None:
-        """See `ReplayBuffer.update_priority`; `memory` is the buffer's ring, which began after `before` frames."""
+    def update_priority(self, memory: Any, index: Any, priority: Any, written: Any) -> None:
+        """See `ReplayBuffer.update_priority`; `memory` is the buffer's ring."""
         self._follow_alpha()
         if self._device is not None:
-            self._update_on_device(memory, index, priority, written, before)
+            self._update_on_device(memory, index, priority, written)
             return
         slots = numbers_of("index", index, "iu").astype(np.int64)
         values = numbers_of("priority", priority, "fiub").astype(np.float64)
-        if len(values) not in (1, len(slots)):
-            raise ValueError(f"{len(values)} priorities are given for {len(slots)} frames: give one each, or for all")
-        if (present := present_in(memory, slots, written, before)) is not None:
+        check_one_each(values, len(slots))
+        if (present := present_in(memory, slots, written)) is not None:
             slots, values = slots[present], values if len(values) == 1 else values[present]
         highest = self.checked(values)
         if len(slots):
@@ -191,7 +183,7 @@ class PrioritizedSampler(RandomSampler):
             if highest > self._highest:
                 self._highest = np.array([highest])
 
-    def _update_on_device(self, memory: BufferView, index: Any, priority: Any, written: Any, before: int) -> None:
+    def _update_on_device(self, memory: Any, index: Any, priority: Any, written: Any) -> None:
         """`update_priority` on a device. Bad priorities are ignored: an error would have to wait."""
         sums, device = self._priorities, self._device
         slots = torch.as_tensor(index, device=device).reshape(-1)
@@ -199,35 +191,32 @@ class PrioritizedSampler(RandomSampler):
             numbers_of("index", index, "iu")  # raises
         slots = slots.long()
         values = torch.as_tensor(priority, device=device).detach().reshape(-1).double()
-        if len(values) not in (1, len(slots)):
-            raise ValueError(f"{len(values)} priorities are given for {len(slots)} frames: give one each, or for all")
-        after: Any = 0 if written is None else later(written, before + memory.written, len(slots))
+        check_one_each(values, len(slots))
+        after: Any = 0 if written is None else later(written, memory.before + memory.written, len(slots))
         after = sums.moved(after) if isinstance(after, np.ndarray) else after
         weights = self._weights(values)
         kept = (slots >= 0) & (slots < len(memory)) & (values >= 0) & (weights < self._most)
-        kept &= (memory.written - 1 - slots) % memory.capacity >= after
-        kept &= after < memory.written
-        slots, order = torch.where(kept, slots, self.max_capacity).sort(stable=True)
-        repeated = torch.cat([slots[1:] == slots[:-1], slots.new_zeros(min(len(slots), 1), dtype=torch.bool)])
-        sums.put(slots.masked_fill(repeated, self.max_capacity), weights.expand(len(slots))[order])  # the last counts
+        kept &= ((memory.written - 1 - slots) % memory.capacity >= after) & (after < memory.written)
+        sums.put_some(kept, slots, weights)
         self._highest = torch.cat([self._highest, torch.where(kept, values, 0.0)]).amax(0, keepdim=True)
 
-    def checked(self, priorities: Floats) -> float:
-        """The highest of these priorities; see `sum_tree.check_priorities`."""
-        return sum_tree.check_priorities(priorities, self._weights, self._most)
+    def checked(self, given: Floats) -> float:
+        """The highest of these priorities; ValueError for one below 0, infinite, or of too large a weight."""
+        lowest, highest = (float(given.min()), float(given.max())) if len(given) else (0.0, 0.0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            weighs = self._weights(np.float64(highest)) < self._most
+        if not (lowest >= 0 and highest < np.inf and weighs):
+            rule = "expected finite numbers of at least 0, and a finite sum: give for example the absolute TD error"
+            raise ValueError(f"priorities lie between {lowest} and {highest}, {rule}")
+        return highest
 
     def _weights(self, priority: Any) -> Any:
         return (priority + self.eps) ** self._exponent
 
-    def _check_drawable(self, memory: BufferView) -> None:
-        indices.check_filled(memory)
-        self._follow_alpha()
-        if self._priorities.total <= 0:
-            raise ValueError("every priority is 0: give some frame a positive one, or the sampler a positive eps")
-
     @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
-        self._check_drawable(memory)
+        indices.check_filled(memory)
+        self._follow_alpha()
         slots = self._priorities.find(random_source.uniform(batch_size))
         drawn = SampleIndices(slots=slots, info={"priority_weight": self._corrections(slots)})
         return drawn if self.returns is None else self.with_returns(memory, drawn)
@@ -275,7 +264,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
-        self._check_drawable(memory)
+        self._follow_alpha()
         spec, index = self.spec(batch_size), indices.trajectory_index_of(memory)
         uniform, tree = random_source.uniform, self._priorities
         slots = indices.completed(
@@ -287,3 +276,126 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     def __repr__(self) -> str:
         return f"{PrioritizedSampler.__repr__(self)[:-1]}, {super().__repr__().partition('(')[2]}"
+
+
+class RecentSampler(RandomSampler):
+    """Single frames, drawn uniformly from those whose ``collector.policy_version`` is at most so many versions old.
+
+    Ages count from the newest version that the buffer has had, or from `policy_version`: a learner ahead of its workers
+    sets ``sampler.policy_version = collector.policy_version``. Raises TypeError or ValueError for bad arguments, and in
+    a sample ValueError if there is no such frame.
+
+    Args:
+        max_age: the largest difference of versions; None for any.
+        once: draw each frame once, for data that should be on policy. The last sample may have fewer frames, and
+            iteration ends there; ``sampler.ran_out(1)`` is True until the buffer is extended.
+
+    >>> import funcollect as fc, torch
+    >>> from tensordict import TensorDict
+    >>> buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(100), sampler=RecentSampler(max_age=1), batch_size=50)
+    >>> indices = buffer.extend(TensorDict({"collector": {"policy_version": torch.arange(9) // 3}}, [9]))
+    >>> buffer.sample()["collector", "policy_version"].unique()
+    tensor([1, 2])
+    """
+
+    @takes_replacement
+    def __init__(self, *, max_age: int | None = None, once: bool = False) -> None:
+        check_count("max_age", 0 if max_age is None else max_age)
+        check_flags(once=once)
+        self.max_age, self.once = max_age, once
+        self.policy_version: int | None = None  # the version of age 0; None for the newest in the buffer
+        self.load({})
+
+    @override
+    def load(self, state: Arrays) -> None:
+        self._versions: Ints = state.get("versions", np.zeros(0, np.int64))  # by slot
+        self._used: Bools = state.get("used", np.zeros(0, np.bool_))  # by slot
+        # The highest version so far, the number of frames whose versions were read, and the storage's edits then.
+        self._newest, self._read = state.get("counts", np.array([np.iinfo(np.int64).min, 0])).tolist()
+        self._edits = 0
+        self._left: Ints | None = state.get("left")  # with `once`: of the round; None if a new one has to begin
+        self._memory: Any = None  # which was extended last
+
+    @override
+    def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
+        size, below = indices.check_filled(memory), random_source.below
+        self._follow(memory)
+        if self.once:
+            if self._left is None:
+                left = np.flatnonzero(~self._used[:size])
+                self._left = left[random_source.permutation(len(left))]
+            left = self._left[self._recent(self._left)]
+            slots, self._left = left[:batch_size], left[batch_size:]
+            self._used[slots] = True
+        else:
+            tried, redraw = below(size, 2 * batch_size), lambda some, count: some[below(len(some), count)]
+            slots = indices.completed(tried, batch_size, size, self._recent, redraw)
+        if not len(slots):
+            what = f"{self} has no frame left" if self.once else f"no frame is at most {self.max_age} versions old"
+            raise ValueError(f"{what}, expected at least one: extend the buffer first")
+        return SampleIndices(slots=slots, written=memory.written)
+
+    def _follow(self, memory: Any) -> None:
+        """Read the versions of the frames that were written since the last call."""
+        if len(self._versions) != memory.capacity:
+            self._versions, self._used = np.zeros(memory.capacity, np.int64), np.zeros(memory.capacity, np.bool_)
+        fresh = np.arange(max(self._read, memory.written - len(memory)), memory.written) % memory.capacity
+        edits = -1 if self.max_age is None else memory.storage.edits  # a reader takes other samplers
+        slots = fresh if edits == self._edits else np.arange(len(memory))  # `update` may change versions
+        if self.max_age is not None and len(slots):
+            columns = memory.storage.numbers(slots)
+            if (column := columns.get(VERSION)) is None:
+                what = f"frames have the numbers {sorted(map(readable, columns))}, expected {readable(VERSION)}"
+                raise ValueError(f"{what}: store batches of collectors whole, or pass max_age=None")
+            self._versions[slots], self._newest = column.numpy(), max(self._newest, int(column.max()))
+        self._used[fresh], self._read, self._edits = False, memory.written, edits
+
+    def _recent(self, slots: Ints) -> Bools:
+        if self.max_age is None:
+            return np.ones(len(slots), np.bool_)
+        newest = self._newest if self.policy_version is None else self.policy_version
+        return np.asarray(self._versions.take(slots) >= newest - self.max_age)
+
+    @override
+    def ran_out(self, batch_size: int) -> bool:
+        if not self.once:
+            return False
+        if (memory := self._memory) is None:  # a buffer without frames is an error of `draw`
+            return self._left is not None and not self._recent(self._left).any()
+        with memory.storage.lock:  # the buffer's, since another thread may extend it
+            self._follow(memory)
+            left = np.flatnonzero(~self._used[: len(memory)]) if self._left is None else self._left
+            return not self._recent(left).any()
+
+    @override
+    def extended(self, memory: BufferView, slots: Ints) -> None:
+        self._left, self._memory = None, memory
+
+    @override
+    def give_back(self, drawn: SampleIndices) -> None:
+        if not self.once:
+            return
+        slots = drawn.slots if drawn.taken is None else drawn.taken
+        if drawn.written is not None:  # other frames may have come since, and may have been drawn
+            slots = slots[(slots - drawn.written) % len(self._used) >= self._read - drawn.written]
+        self._used[slots] = False
+        self._left = None if self._left is None else np.concatenate([slots, self._left])
+
+    @property
+    @override
+    def settings(self) -> tuple[Any, ...]:
+        return self.max_age, self.policy_version
+
+    @override
+    def state(self) -> Arrays:
+        left = {} if self._left is None else {"left": self._left}
+        return {"versions": self._versions, "used": self._used, "counts": np.array([self._newest, self._read]), **left}
+
+    @override
+    def load_moved(self, memory: BufferView, state: Arrays, source: Ints, slots: Ints) -> None:
+        self._follow(memory)
+        if len(state["used"]):  # otherwise nothing has been drawn
+            self._used[slots] = state["used"][source]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(max_age={self.max_age}, once={self.once})"

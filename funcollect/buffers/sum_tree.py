@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from funcollect.arguments import check_number
 from funcollect.buffers import Bools, Floats, Ints
-from funcollect.buffers.indices import BufferView
 from funcollect.messages import shown
 
 _WIDTH = 16  # of the blocks in a `SumTree`; 32 and 64 are slower
@@ -40,6 +38,10 @@ class SumTree:
         self._sums: list[Floats] = [np.zeros(size) for size in sizes]
         self._least: list[Floats] = [np.full(size, np.inf) for size in sizes]  # the least positive weight below each
         self._top: Floats | None = None  # 0 and the running sums of the last level, until a weight changes
+
+    def moved(self, array: Any) -> Any:
+        """The array itself, which is on the host."""
+        return array
 
     def put(self, slots: Ints, weights: Floats) -> None:
         """Set the weights of slots, one each or one for all; if a slot is repeated, its last weight counts."""
@@ -71,18 +73,15 @@ class SumTree:
         return self._top
 
     @property
-    def total(self) -> float:
-        """The sum of all weights."""
-        return float(self._running[-1])
-
-    @property
     def least(self) -> float:
         """The least positive weight; infinite if there is none."""
         return float(np.minimum.reduce(self._least[-1]))
 
     def find(self, places: Floats) -> Ints:
-        """The slots at these places in ``[0, 1)``, if all weights are laid end to end on that interval."""
+        """The slots at places in ``[0, 1)``, if all weights are laid end to end there; ValueError if all are 0."""
         upto = self._running
+        if not upto[-1] > 0:
+            raise ValueError("every priority is 0: give some frame a positive one, or the sampler a positive eps")
         rest = np.minimum(places * upto[-1], math.nextafter(upto[-1], 0.0))
         order = rest.argsort()  # a search for sorted places is faster, by more than the time to sort them
         found = np.empty(len(rest), np.int64)
@@ -116,7 +115,6 @@ class DeviceSums:
     """
 
     xp = torch
-    total = math.inf  # not known on the host
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._all = torch.zeros(capacity + 1, dtype=torch.float64, device=device)  # the last is of no slot
@@ -131,6 +129,13 @@ class DeviceSums:
     def put(self, slots: Any, weights: Any) -> None:
         """Set the weights of slots, one each or one for all. What is given for the slot `capacity` is ignored."""
         self._all[self.moved(slots)], self._upto = self.moved(weights), None
+
+    def put_some(self, kept: Tensor, slots: Tensor, weights: Tensor) -> None:
+        """`put` where `kept` [N] is True; if a slot is repeated, its last weight counts."""
+        end = len(self.weights)
+        slots, order = torch.where(kept, slots, end).sort(stable=True)
+        repeated = torch.cat([slots[1:] == slots[:-1], slots.new_zeros(min(len(slots), 1), dtype=torch.bool)])
+        self.put(slots.masked_fill(repeated, end), weights.expand(len(slots))[order])
 
     def get(self, slots: Tensor) -> Tensor:
         """The weights of slots."""
@@ -175,13 +180,13 @@ def later(written: Any, now: int, count: int) -> Any:
     return now - written
 
 
-def present_in(memory: BufferView, slots: Ints, written: Any, before: int) -> Bools | None:
-    """Whether the frames that were in `slots` [N] are still there; None if all are. Slots of -1 have no frame.
+def present_in(memory: Any, slots: Ints, written: Any) -> Bools | None:
+    """Whether the frames that were in `slots` [N] are still in a ring; None if all are. Slots of -1 have no frame.
 
-    They were there when the buffer had been given `written` frames, one number or [N]; None means now. The ring began
-    after `before` frames. ValueError for slots without a frame, and for an impossible `written`.
+    They were there when the buffer had been given `written` frames, one number or [N]; None means now. ValueError for
+    slots without a frame, and for an impossible `written`.
     """
-    after = 0 if written is None else later(written, before + memory.written, len(slots))
+    after = 0 if written is None else later(written, memory.before + memory.written, len(slots))
     late = bool(np.any(after > 0)) if isinstance(after, np.ndarray) else after > 0
     if not len(slots) or (not late and slots.view(np.uint64).max() < len(memory)):  # a negative one is huge there
         return None
@@ -196,17 +201,12 @@ def present_in(memory: BufferView, slots: Ints, written: Any, before: int) -> Bo
     return present
 
 
+def check_one_each(priorities: Any, count: int) -> None:
+    """Raise ValueError unless there are so many priorities, or one."""
+    if len(priorities) not in (1, count):
+        raise ValueError(f"{len(priorities)} priorities are given for {count} frames: give one each, or for all")
+
+
 def check_scalar(name: str, value: float | Tensor) -> None:
     """Raise TypeError or ValueError unless this is a number, or a tensor with one, of at least 0."""
     check_number(name, value.item() if isinstance(value, Tensor) and value.ndim == 0 else value)
-
-
-def check_priorities(given: Floats, weights_of: Callable[[Any], Any], most: float) -> float:
-    """The highest of these priorities; ValueError for one below 0, infinite, or whose weight is not below `most`."""
-    lowest, highest = (float(given.min()), float(given.max())) if len(given) else (0.0, 0.0)
-    with np.errstate(over="ignore", invalid="ignore"):
-        weighs = weights_of(np.float64(highest)) < most
-    if not (lowest >= 0 and highest < np.inf and weighs):
-        what = f"priorities lie between {lowest} and {highest}, expected finite numbers of at least 0, and a finite sum"
-        raise ValueError(f"{what}: give for example the absolute TD error")
-    return highest

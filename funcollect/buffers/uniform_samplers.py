@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, wraps
-from typing import Any, ClassVar, Literal
+from dataclasses import replace
+from functools import wraps
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
 from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_key, check_not_given
-from funcollect.buffers import Arrays, Ints, indices
-from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Sampler, Slices, WiderIndices
-from funcollect.buffers.keywords import Init, takes_foreign
+from funcollect.buffers import Arrays, Init, Ints, indices, takes_foreign
+from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Slices
 from funcollect.buffers.trajectory_index import Trajectories
 from funcollect.messages import shown
 from funcollect.trajectories.returns import MultiStep
 from funcollect.trajectories.split import MASK
 from funcollect.tree import Path, as_path
-
-_flat = lru_cache(typed=True)(indices.Flat)  # checking its arguments takes as long as drawing
 
 
 def takes_replacement(init: Init) -> Init:
@@ -34,12 +31,58 @@ def takes_replacement(init: Init) -> Init:
         if replacement or isinstance(self, SamplerWithoutReplacement):
             init(self, *args, **given)
             return
-        if (other := vars(type(self)).get("without_replacement")) is None:
+        if (other := _WITHOUT_REPLACEMENT.get(type(self))) is None:
             raise TypeError(f"{type(self).__name__} has no without-replacement variant: leave replacement=False out")
         self.__class__ = other
         self.__init__(*args, **given)
 
     return outer  # type: ignore[return-value]
+
+
+class Sampler(Protocol):
+    """The interface of samplers for a `ReplayBuffer`. Methods but `draw` have defaults, for samplers without state."""
+
+    trajectories: Trajectories | None = None  # the keys that link frames; None for a sampler of single frames
+
+    def fit(self, capacity: int) -> None:
+        """Raise ValueError if the sampler cannot be used with a storage of `capacity` frames."""
+        return
+
+    def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
+        """Choose the frames of one sample."""
+
+    def ran_out(self, batch_size: int) -> bool:
+        """Whether a round has ended: every frame was returned once, or too few are left for a batch."""
+        return False
+
+    def give_back(self, drawn: SampleIndices) -> None:
+        """Undo the last `draw`: its frames were not returned to the caller."""
+        return
+
+    def extended(self, memory: BufferView, slots: Ints) -> None:
+        """Update after frames were written to `slots` ``[*B, T]``; -1 marks frames that were not stored."""
+        return
+
+    def empty(self) -> None:
+        """Reset after the buffer was emptied."""
+        self.load({})
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """The settings of samples that may be changed at any time."""
+        return ()
+
+    def state(self) -> Arrays:
+        """The sampler's state, as arrays by name."""
+        return {}
+
+    def load(self, state: Arrays) -> None:
+        """Continue from the result of `state`, here or in another buffer; {} is the initial state."""
+        return
+
+    def load_moved(self, memory: BufferView, state: Arrays, source: Ints, slots: Ints) -> None:
+        """Take over the state of a buffer of another capacity, whose frames in `source` [N] are here in `slots` [N]."""
+        return
 
 
 class RandomSampler(Sampler):
@@ -51,7 +94,6 @@ class RandomSampler(Sampler):
     (tensor([0, 1, 2]), tensor([5, 5, 5, 5]))
     """
 
-    without_replacement: ClassVar[type[RandomSampler]]
     replacement: ClassVar[bool] = True
     returns: MultiStep | None = None  # of the steps that follow a frame; the sampler has `trajectories` then
 
@@ -59,26 +101,32 @@ class RandomSampler(Sampler):
     def __init__(self) -> None:
         pass  # otherwise the signature would be a protocol's, which takes any arguments
 
-    def spec(self, batch_size: int) -> indices.SampleSpec:
-        """The description of a sample of so many frames."""
-        return _flat(batch_size)
-
     @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
-        drawn = self.spec(batch_size).draw(memory, random_source)
+        drawn = SampleIndices(slots=random_source.below(indices.check_filled(memory), batch_size))
         return drawn if self.returns is None else self.with_returns(memory, drawn)  # saves a call
 
     def with_returns(self, memory: BufferView, drawn: SampleIndices) -> SampleIndices:
         """The sample with the n-step returns of its frames, if the sampler computes them."""
-        if self.returns is None:
+        if (returns := self.returns) is None:
             return drawn
-        index, count = indices.trajectory_index_of(memory), self.returns.n_steps
+        index, count = indices.trajectory_index_of(memory), returns.n_steps
         ahead = Slices(num_slices=len(drawn.slots), slice_len=count, strict_length=False, pad_output=True)
         rows = ahead.along(index, *index.places(drawn.slots))
         mask: Any = rows.mask
         if drawn.mask is not None:
             mask = mask & drawn.mask.repeat(count)
-        return _Lookahead(slots=rows.slots, mask=mask, info=drawn.info, returns=self.returns, of=drawn)
+
+        def made(batch: Any) -> Any:
+            table = batch.reshape(-1, count)
+            stored = table.get("collector", None)
+            if stored is not None:
+                table.set("collector", stored.clone(False))
+            # `MultiStep` ends sums where the mask changes, which is at the end of an episode.
+            table.set(MASK, torch.from_numpy(mask).to(batch.device).reshape(table.shape))
+            return drawn.finish(returns(table)[:, 0].exclude("collector" if stored is None else MASK))
+
+        return SampleIndices(slots=rows.slots, mask=mask, info=drawn.info, of=drawn, made=made)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -89,23 +137,6 @@ def returns_of(n_steps: int | None, gamma: float | None) -> MultiStep | None:
     if (n_steps is None) != (gamma is None):
         raise ValueError(f"n_steps is {n_steps} and gamma {gamma}, expected both or neither: give the other, too")
     return None if n_steps is None or gamma is None else MultiStep(gamma, n_steps)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Lookahead(WiderIndices):
-    """The frames of another sample, each with the `n_steps - 1` that follow it."""
-
-    returns: MultiStep
-
-    @override
-    def finish(self, batch: Any) -> Any:
-        table = batch.reshape(-1, self.returns.n_steps)
-        stored = table.get("collector", None)
-        if stored is not None:
-            table.set("collector", stored.clone(False))
-        # `MultiStep` ends sums where the mask changes, which is at the end of an episode.
-        table.set(MASK, torch.from_numpy(self.mask).to(batch.device).reshape(table.shape))
-        return self.of.finish(self.returns(table)[:, 0].exclude("collector" if stored is None else MASK))
 
 
 class SamplerWithoutReplacement(RandomSampler):
@@ -168,9 +199,6 @@ class SamplerWithoutReplacement(RandomSampler):
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
 
 
-RandomSampler.without_replacement = SamplerWithoutReplacement
-
-
 class SliceSampler(RandomSampler):
     """Slices of trajectories, concatenated to ``batch_size`` frames. See `ring.Slices`.
 
@@ -180,10 +208,9 @@ class SliceSampler(RandomSampler):
     Args:
         num_slices: the number of slices in a sample.
         slice_len: the number of frames in a slice; the other of both follows from ``batch_size``.
-        traj_key, end_key: the keys of trajectory ids and end flags, see `ring.Trajectories`.
-        trajectory_key: another name for `traj_key`.
-        end_keys: several keys of end flags, any of which ends a trajectory, in place of `end_key`; those that the
-            frames lack are left out.
+        traj_key, trajectory_key, end_key: the key of trajectory ids, by either name, and that of end flags, see
+            `ring.Trajectories`.
+        end_keys: several keys of end flags, any of which ends a trajectory; those that the frames lack are left out.
         across_episodes: whether slices go on across the ends of episodes, over all frames of a lane (`traj_key` names
             lanes then). ``("collector", "is_first")`` and `init_key` are True where an episode begins, too.
         n_steps, gamma: with both, frames have the n-step returns of `MultiStepSampler`.
@@ -255,6 +282,10 @@ class SliceSampler(RandomSampler):
         self.over, self.truncated_key, self.span = over, truncated_key, spans
 
     @override
+    def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
+        drawn = self.spec(batch_size).draw(memory, random_source)
+        return drawn if self.returns is None else self.with_returns(memory, drawn)
+
     def spec(self, batch_size: int) -> Slices:
         """The slices of a sample; ValueError if their number or length does not divide `batch_size`."""
         divisor = self.num_slices or self.slice_len or 1
@@ -309,7 +340,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
         return super().ran_out(self.spec(batch_size).num_slices)
 
 
-SliceSampler.without_replacement = SliceSamplerWithoutReplacement
+_WITHOUT_REPLACEMENT = {RandomSampler: SamplerWithoutReplacement, SliceSampler: SliceSamplerWithoutReplacement}
 
 
 class MultiStepSampler(RandomSampler):

@@ -30,9 +30,11 @@ def test_the_tree_against_plain_arrays(capacity, data):
         tree.put(slots, weights)
         plain[slots] = weights
         assert (tree.get(np.arange(capacity)) == plain).all()
-        np.testing.assert_allclose(tree.total, plain.sum(), rtol=1e-12)
+        np.testing.assert_allclose(tree._running[-1], plain.sum(), rtol=1e-12)
         assert tree.least == plain[plain > 0].min(initial=np.inf)
         if not plain.any():
+            with pytest.raises(ValueError, match="every priority is 0"):
+                tree.find(np.zeros(1))
             continue
         places = np.array([*data.draw(st.lists(st.floats(0, 1, exclude_max=True), max_size=9)), 0.0, 1 - 2**-53])
         found = tree.find(places)
@@ -392,4 +394,4 @@ def test_priorities_on_a_device_never_wait_for_it(device):
     source = there._random_source
     with no_waits(device):
         drawn = there.sampler.draw(memory, 12, source)
-        there.sampler.update_priority(memory, drawn.slots, priority, 30, 0)
+        there.sampler.update_priority(memory, drawn.slots, priority, 30)

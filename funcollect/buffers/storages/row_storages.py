@@ -25,10 +25,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_kind, check_positive, checked_device
-from funcollect.buffers import Bools, Ints
-from funcollect.buffers.keywords import takes_foreign
+from funcollect.buffers import Bools, Ints, takes_foreign
 from funcollect.buffers.storages.packed_rows import RowLayout, ViewedRows, form_of, gather, lead_of, leaves_of
-from funcollect.buffers.storages.shared_leaves import PLANES, RowsInFile, SegmentFiles, SharedLeaves, room_for
+from funcollect.buffers.storages.shared_leaves import PLANES, RowsInFile, SharedLeaves, dump_rows, load_rows, room_for
 from funcollect.buffers.storages.storage import Dumped, Incoming, Storage, check_size
 from funcollect.interop.memory import memory_for
 from funcollect.messages import clipped
@@ -138,8 +137,7 @@ class LazyTensorStorage(Storage):
 
     @override
     def overwrite(self, slots: Ints, data: Any) -> None:
-        rows, shared = self._open()
-        self._check_unread()
+        rows, shared = self._open(to_write=True)
         if shared.pools:
             raise ValueError("frames share memory (compact_obs, frame_stack) and cannot be overwritten: extend instead")
         own, given = {leaf.path: leaf.shape for leaf in rows.layout.columns}, leaves_of(data)
@@ -154,8 +152,7 @@ class LazyTensorStorage(Storage):
 
     @override
     def amend(self, slots: Ints, leaves: Mapping[KeyPath, Tensor]) -> None:
-        rows, _ = self._open()
-        self._check_unread()
+        rows, _ = self._open(to_write=True)
         rows.layout.check_some(leaves)
         rows.amend(slots, leaves)
 
@@ -166,11 +163,6 @@ class LazyTensorStorage(Storage):
             return rows.layout.numbers(rows.tensor.numpy(), slots)
         found = {path: leaf.cpu() for path, leaf in leaves_of(self.read(slots)).items()}
         return {path: leaf.reshape(-1) for path, leaf in found.items() if leaf.numel() == len(slots)}
-
-    def _check_unread(self) -> None:  # by other processes
-        if self.scratch_dir is not None:
-            what = f"other processes may read the frames in {self.scratch_dir}, so none can be overwritten"
-            raise ValueError(f"{what}: extend instead, or leave scratch_dir out")
 
     def _announce(self, oldest: int, written: int) -> None:
         """Publish that only the frames ``oldest … written - 1`` are complete; called before and after each write."""
@@ -183,12 +175,16 @@ class LazyTensorStorage(Storage):
             else:
                 rows = torch.empty(self.max_size, layout.words, dtype=torch.int64, device=self.device)
         shared = SharedLeaves(layout, max_size=self.max_size)
-        _fill(rows, shared, dumped)
+        if dumped is not None:
+            load_rows(dumped, rows, shared)
         return ViewedRows(layout, rows), shared
 
-    def _open(self) -> tuple[ViewedRows, SharedLeaves]:
+    def _open(self, to_write: bool = False) -> tuple[ViewedRows, SharedLeaves]:
         if self._held is None:
             raise ValueError("the storage has no frames yet: extend it first")
+        if to_write and self.scratch_dir is not None:
+            what = f"other processes may read the frames in {self.scratch_dir}, so none can be overwritten"
+            raise ValueError(f"{what}: extend instead, or leave scratch_dir out")
         return self._held
 
     @override
@@ -218,7 +214,7 @@ class LazyTensorStorage(Storage):
         if self._held is None:
             return None
         rows, shared = self._held
-        return {**rows.layout.to_json(), "segments": SegmentFiles(directory, rows.tensor, shared).dump(frames, earlier)}
+        return {**rows.layout.to_json(), "segments": dump_rows(directory, rows.tensor, shared, frames, earlier)}
 
     @override
     def load(self, frames: range, dumped: Dumped, allow_pickle: bool) -> None:
@@ -296,9 +292,10 @@ class LazyMemmapStorage(LazyTensorStorage):
                 saved = layout.to_json() if layout.structure is None else {}
                 names = [PLANES.format(secrets.token_hex(8)) for _ in layout.kinds()]
                 shared = SharedLeaves(layout, [fresh / name for name in names], self.max_size)
-                file = RowsFile(fresh / _NAME, {**saved, "max_size": self.max_size, "files": names}, layout.words)
+                file = RowsFile(fresh, {**saved, "max_size": self.max_size, "files": names}, layout.words)
             rows = torch.from_numpy(file.rows)
-            _fill(rows, shared, dumped)
+            if dumped is not None:
+                load_rows(dumped, rows, shared)
             former = [*directory.glob(PLANES.format("*"))]
             # An old file is replaced, not truncated: a process that has mapped it would be killed.
             for each in sorted(fresh.iterdir()):  # the rows last, whose header names the others
@@ -322,16 +319,14 @@ class LazyMemmapStorage(LazyTensorStorage):
             self._announce(0, 0)
 
 
-def _fill(rows: Tensor, shared: SharedLeaves, dumped: Dumped | None) -> None:
-    """Read the frames of a dump, if one is given."""
-    if dumped is not None:
-        SegmentFiles(dumped.directory, rows, shared).load(dumped.frames["segments"])
-
-
 class RowsFile:
-    """The memory-mapped file of a `LazyMemmapStorage`: header and rows. With a `header` and `words`, a new one."""
+    """The memory-mapped file in the directory of a `LazyMemmapStorage`: header and rows. With a `header`, a new one."""
 
-    def __init__(self, path: Path, header: dict[str, Any] | None = None, words: int = 0) -> None:
+    def __init__(self, directory: Path, header: dict[str, Any] | None = None, words: int = 0) -> None:
+        path = directory / _NAME
+        if header is None and not path.exists():
+            what = f"{directory} has no frames of a storage"
+            raise FileNotFoundError(f"{what}: give its scratch_dir, after the first extend")
         file = RowsInFile(path, 1, reading=header is None)
         if header is not None:
             text = np.frombuffer(json.dumps(header).encode(), np.uint8)
@@ -357,15 +352,3 @@ class RowsFile:
             written, oldest = int(self.words[_WRITTEN]), self.oldest
             if written == self.words[_WRITTEN]:  # otherwise the range may have moved in between
                 return oldest, written
-
-
-def attach(directory: Path) -> tuple[RowsFile, RowLayout, SharedLeaves]:
-    """The file that another process writes in its `scratch_dir`, the layout of frames, and their shared leaves."""
-    path = directory / _NAME
-    if not path.exists():
-        raise FileNotFoundError(f"{directory} has no frames of a storage: give its scratch_dir, after the first extend")
-    file = RowsFile(path)
-    if "batch" not in file.header:
-        raise TypeError("the storage holds trees, whose structure is not in its file: store TensorDicts for readers")
-    layout = RowLayout.from_json(file.header)
-    return file, layout, SharedLeaves(layout, [directory / name for name in file.header["files"]])

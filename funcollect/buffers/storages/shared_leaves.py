@@ -1,7 +1,7 @@
 """Stores equal parts of observations once: instead of a leaf, a row has the numbers of the leaf's planes.
 
-A plane is a whole observation, which is also the next observation of the frame before it, or one of the k frames of a
-stack, which is in k stacks. No order of frames is assumed, since planes are compared.
+A plane is an observation, which is also the next one of the frame before it, or one of the k frames of a stack, which
+is in k stacks. No order of frames is assumed, since planes are compared.
 """
 
 from __future__ import annotations
@@ -296,55 +296,40 @@ class Segment(NamedTuple):
     planes: Sequence[int] = ()  # the number of planes after the rows, by pool
 
 
-class SegmentFiles(NamedTuple):
-    """The files in a directory for a ring, in which frame n is in row ``n % capacity``."""
-
-    directory: Path
-    rows: Tensor  # [capacity, words] int64
-    shared: SharedLeaves
-
-    def dump(self, frames: range, earlier: Dumped | None) -> list[Segment]:
-        """Write `frames`, but link the files of an earlier dump that hold some of them."""
-        segments, first, (capacity, words) = list[Segment](), frames.start, self.rows.shape
-        if earlier is not None and earlier.frames:
-            segments = [each for each in starmap(Segment, earlier.frames["segments"]) if each.stop > first]
-            for segment in segments:
-                source, target = (each / _ROWS.format(segment.start) for each in (earlier.directory, self.directory))
-                target.unlink(missing_ok=True)  # left behind by an interrupted dump
-                try:
-                    os.link(source, target)
-                except OSError:  # another file system, or one without links
-                    shutil.copyfile(source, target)
-                first = segment.stop
-        size = max(min(capacity // _PARTS, _BYTES // (words * 8)), 1)
-        starts = range(first, frames.stop, size)
-        return [*segments, *(self._write(start, min(start + size, frames.stop)) for start in starts)]
-
-    def _write(self, start: int, stop: int) -> Segment:
-        slots = np.arange(start, stop) % len(self.rows)
-        first, crc = start % len(self.rows), 0
-        last = first + stop - start  # beyond the end, rows go on from row 0
-        rows = self.rows[first:last], self.rows[: max(last - len(self.rows), 0)]
-        planes = self.shared.used(self.rows, slots)
-        with open(self.directory / _ROWS.format(start), "wb") as file:
-            for array in (*(each.numpy(force=True) for each in rows), *planes):
+def dump_rows(
+    directory: Path, rows: Tensor, shared: SharedLeaves, frames: range, earlier: Dumped | None
+) -> list[Segment]:
+    """Write `frames` of a ring in rows [capacity, words] to files, but link those of an earlier dump that hold some."""
+    segments, first, (capacity, words) = list[Segment](), frames.start, rows.shape
+    if earlier is not None and earlier.frames:
+        segments = [each for each in starmap(Segment, earlier.frames["segments"]) if each.stop > first]
+        for segment in segments:
+            source, target = (each / _ROWS.format(segment.start) for each in (earlier.directory, directory))
+            target.unlink(missing_ok=True)  # left behind by an interrupted dump
+            try:
+                os.link(source, target)
+            except OSError:  # another file system, or one without links
+                shutil.copyfile(source, target)
+            first = segment.stop
+    size = max(min(capacity // _PARTS, _BYTES // (words * _WORD)), 1)
+    for start in range(first, frames.stop, size):
+        slots, crc = np.arange(start, min(start + size, frames.stop)) % capacity, 0
+        end = start % capacity + len(slots)  # beyond the last row, they go on from row 0
+        parts = rows[start % capacity : end], rows[: max(end - capacity, 0)]
+        planes = shared.used(rows, slots)
+        with open(directory / _ROWS.format(start), "wb") as file:
+            for array in (*(each.numpy(force=True) for each in parts), *planes):
                 file.write(array.data)  # `tofile` would not report a full disk
                 crc = zlib.crc32(array.data, crc)
-        return Segment(start, stop, crc, [len(each) for each in planes])
+        segments.append(Segment(start, start + len(slots), crc, [len(each) for each in planes]))
+    return segments
 
-    def load(self, segments: Sequence[Any]) -> None:
-        """Read the frames of these files, oldest first: files may begin with frames that later ones overwrite."""
-        for segment in starmap(Segment, segments):
-            rows, *planes = self._read(segment)
-            slots = np.arange(segment.start, segment.stop) % len(self.rows)
-            self.shared.release(self.rows, slots)
-            self.rows[torch.from_numpy(slots)] = torch.from_numpy(rows).to(self.rows.device)
-            self.shared.renumber(self.rows, slots, planes)
 
-    def _read(self, segment: Segment) -> list[Ints]:
-        """The rows of a segment, then its planes with their numbers, by pool."""
-        path = self.directory / _ROWS.format(segment.start)
-        words = [self.rows.shape[1], *(pool.layout.words + 1 for pool in self.shared.pools)]
+def load_rows(dumped: Dumped, rows: Tensor, shared: SharedLeaves) -> None:
+    """Read the files of a dump, oldest first: they may begin with frames that later ones overwrite."""
+    words = [rows.shape[1], *(pool.layout.words + 1 for pool in shared.pools)]  # of a row, and of planes
+    for segment in starmap(Segment, dumped.frames["segments"]):
+        path = dumped.directory / _ROWS.format(segment.start)
         try:
             data = np.fromfile(path, np.uint8)
             sizes = np.array([segment.stop - segment.start, *segment.planes]) * words
@@ -353,4 +338,8 @@ class SegmentFiles(NamedTuple):
             raise ValueError(f"{path} cannot be read ({error!r}): the dump is damaged") from error
         if zlib.crc32(data.data) != segment.crc or len(rest):
             raise ValueError(f"{path} has other bytes than were written: the dump is damaged")
-        return [part.reshape(-1, width) for part, width in zip(parts, words, strict=True)]
+        read, *planes = (part.reshape(-1, width) for part, width in zip(parts, words, strict=True))
+        slots = np.arange(segment.start, segment.stop) % len(rows)
+        shared.release(rows, slots)
+        rows[torch.from_numpy(slots)] = torch.from_numpy(read).to(rows.device)
+        shared.renumber(rows, slots, planes)

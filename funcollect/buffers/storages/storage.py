@@ -20,8 +20,7 @@ from torch.utils.data import default_collate
 from typing_extensions import override
 
 from funcollect.arguments import check_positive
-from funcollect.buffers import Bools, Ints
-from funcollect.buffers.keywords import takes_foreign
+from funcollect.buffers import Bools, Ints, takes_foreign
 from funcollect.messages import clipped, shown
 from funcollect.tree import Path as KeyPath
 from funcollect.tree import flatten, to_tensordict
@@ -49,22 +48,18 @@ class Dumped(NamedTuple):
 
 def slots_at(held: Ints, index: Any) -> Ints:
     """The slots of `held` at an index; TypeError or IndexError for an index that does not fit."""
-    try:
-        return np.asarray(held[tuple(map(_plain, index)) if isinstance(index, tuple) else _plain(index)])
+    parts = index if isinstance(index, tuple) else (index,)
+    try:  # NumPy would take a tensor of one element for a number
+        return np.asarray(held[tuple(part.numpy(force=True) if isinstance(part, Tensor) else part for part in parts)])
     except IndexError as error:
         what = f"index is {shown(index)}"
-        for part in index if isinstance(index, tuple) else (index,):
+        for part in parts:
             if not isinstance(part, (slice, EllipsisType, NoneType)) and np.asarray(part).dtype.kind not in "iub":
                 raise TypeError(f"{what}, expected ints, slices or a mask: give slots that extend returned") from error
         if not held.size:
             raise IndexError(f"{what}, the buffer is empty: extend it first") from error
         mend = "give ints below these sizes, slices, or a mask of this shape"
         raise IndexError(f"{what}, expected one into {list(held.shape)} frames: {mend}") from error
-
-
-def _plain(part: Any) -> Any:
-    """An array for a tensor: NumPy would take a tensor of one element for a number."""
-    return part.numpy(force=True) if isinstance(part, Tensor) else part
 
 
 class Storage(Protocol):
@@ -201,9 +196,8 @@ class ListStorage(Storage):
     def admit(self, data: Any) -> Incoming:
         if not hasattr(data, "__len__") or isinstance(data, (str, bytes, dict)):
             raise TypeError(f"the data is {type(data).__name__}, expected a sequence of items: give a list of them")
-        unbound, leaves = isinstance(data, (TensorDictBase, Tensor)), dict[KeyPath, Tensor]()
-        if self.linked and isinstance(data, TensorDictBase):
-            leaves = {key if isinstance(key, tuple) else (key,): leaf for key, leaf in data.items(True, True)}
+        leaves = flatten(data) if self.linked and isinstance(data, TensorDictBase) else {}
+        unbound = isinstance(data, (TensorDictBase, Tensor))
         return Incoming((len(data),), leaves, data.clone().unbind(0) if unbound else list(data))
 
     @override
