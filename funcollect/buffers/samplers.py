@@ -43,9 +43,9 @@ class PrioritizedSampler(RandomSampler):
 
     Args:
         max_capacity: the capacity of the storage.
-        alpha: the exponent of priorities; 0 makes all frames equally likely, also if it is changed later. While it
-            changes, no other thread may extend the buffer: `collector.pause()` prevents that.
-        beta: the exponent of the importance weights; 1 corrects the sampling bias fully. It may be changed, too.
+        alpha: the exponent of priorities; 0 makes all frames equally likely. It and `beta` may be changed later,
+            `alpha` while no other thread extends the buffer, which `collector.pause()` prevents.
+        beta: the exponent of the importance weights; 1 corrects the sampling bias fully.
         eps: a small number added to every priority. With ``eps=0``, frames of priority 0 are never drawn.
         max_priority_within_buffer: a new frame gets the highest priority of the frames in the buffer, and 1 if there is
             none. This takes time in proportion to the capacity at each extend.
@@ -186,11 +186,10 @@ class PrioritizedSampler(RandomSampler):
     def _update_on_device(self, memory: Any, index: Any, priority: Any, written: Any) -> None:
         """`update_priority` on a device. Bad priorities are ignored: an error would have to wait."""
         sums, device = self._priorities, self._device
-        slots = torch.as_tensor(index, device=device).reshape(-1)
-        if slots.dtype.is_floating_point or slots.dtype == torch.bool:
+        given = torch.as_tensor(index, device=device).reshape(-1)
+        if given.dtype.is_floating_point or given.dtype == torch.bool:
             numbers_of("index", index, "iu")  # raises
-        slots = slots.long()
-        values = torch.as_tensor(priority, device=device).detach().reshape(-1).double()
+        slots, values = given.long(), torch.as_tensor(priority, device=device).detach().reshape(-1).double()
         check_one_each(values, len(slots))
         after: Any = 0 if written is None else later(written, memory.before + memory.written, len(slots))
         after = sums.moved(after) if isinstance(after, np.ndarray) else after
