@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,7 +31,7 @@ from funcollect.processes.failures import Failure, sending
 from funcollect.processes.pool import Call, FailurePolicy, Loss, WorkerPool, WorkerRecord
 from funcollect.processes.serving import ProcessTransport, Served, serve
 from funcollect.processes.system import run_as_batch_work
-from funcollect.protocols import Policy, is_policy
+from funcollect.protocols import Env, Policy, is_policy
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.stats import EpisodeStats
 
@@ -240,8 +241,8 @@ def _prioritize(child: Any, *, idle: bool) -> None:
 
 
 @dataclass(frozen=True)
-class EvaluatorJob:
-    """What is evaluated, and how; see `Evaluator`."""
+class EvaluatorJob(Served):
+    """What is evaluated, and how; see `Evaluator`. A copy of it in the process answers the calls."""
 
     source: RunnerSpec
     episodes: int
@@ -257,37 +258,32 @@ class EvaluatorJob:
         with sending("the environment or the policy", "another process", mend):
             return dumps(self, on_cpu=True)
 
-
-class Evaluating(Served):
-    """The environment and the policy, built from a packed job."""
-
-    def __init__(self, packed: bytes) -> None:
-        job: EvaluatorJob = cloudpickle.loads(packed)
-        self._job = job
-        self._env, self._policy = job.source.build(Options(frames_per_batch=1, policy_device="cpu"))
-        check_pair(self._env, self._policy)
-        if job.film is not None:  # an error only after the episodes would lose their statistics
-            check_filmed(self._env, self._policy)
+    @cached_property
+    def _pair(self) -> tuple[Env, Policy]:
+        return self.source.build(Options(frames_per_batch=1, policy_device="cpu"))
 
     @override
     def describe(self) -> None:
+        check_pair(*self._pair)
+        if self.film is not None:  # an error only after the episodes would lose their statistics
+            check_filmed(*self._pair)
         run_as_batch_work(idle=True)  # from here on
 
     def evaluate(self, step: int, weights: Mapping[str, Tensor], packed: bytes | None) -> Evaluation:
         """Evaluate `weights` by name, or `packed` params; without both, the policy's own parameters."""
-        job, params = self._job, None if packed is None else cloudpickle.loads(packed)
+        env, policy = self._pair
         if weights:
-            self._policy.load(dict(weights))
-        seed = seed_of(key_from_seed(job.seed))  # one for the episodes and for the film
-        given: dict[str, Any] = {"seed": seed, "params": params, "exploration_type": job.exploration_type}
-        stats = evaluate(self._env, self._policy, episodes=job.episodes, max_frames=job.max_frames, **given)
-        if job.film is None:
-            return Evaluation(step, stats)
-        film = Path(job.film.format(step=step))
-        record(self._env, self._policy, film, **given)
+            policy.load(dict(weights))
+        params = None if packed is None else cloudpickle.loads(packed)
+        seed = seed_of(key_from_seed(self.seed))  # one for the episodes and for the film
+        given: dict[str, Any] = {"seed": seed, "params": params, "exploration_type": self.exploration_type}
+        stats = evaluate(env, policy, episodes=self.episodes, max_frames=self.max_frames, **given)
+        film = None if self.film is None else Path(self.film.format(step=step))
+        if film is not None:
+            record(env, policy, film, **given)
         return Evaluation(step, stats, film)
 
 
 def main(fds: Sequence[int]) -> None:
     """Serve the process that has started this one."""
-    serve(fds, Evaluating)
+    serve(fds, cloudpickle.loads)
