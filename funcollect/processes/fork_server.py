@@ -191,11 +191,10 @@ def launch(module: str, fds: Sequence[int]) -> None:
     """Start a worker process with these descriptors: one for reports on it, then those for `main` of a module."""
     with _LOCK:
         if _SERVERS:
-            try:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):  # the server was killed
                 _SERVERS[0].launch(module, fds)
                 return
-            except (BrokenPipeError, ConnectionResetError, EOFError):  # the server was killed
-                _close()
+            _close()
         _SERVERS.append(_Server())
         _SERVERS[0].launch(module, fds)
 

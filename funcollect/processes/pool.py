@@ -183,10 +183,6 @@ class WorkerPool(ABC):
         """The job of a replacement, and the calls that it needs before the `pending` ones."""
         return self.records[worker].job, ()
 
-    def _descriptors(self, worker: int) -> tuple[int, ...]:
-        """The file descriptors that a worker is built with."""
-        return ()
-
     @property
     def workers(self) -> list[int]:
         """The indices of the workers at work."""
@@ -206,7 +202,8 @@ class WorkerPool(ABC):
             return [self.submit(self._describe(worker, data)) for worker, data in enumerate(packed, first)]
 
     def _describe(self, worker: int, packed: bytes) -> Call:
-        return Call(worker, "describe", (packed,), self._descriptors(worker))
+        """The call that builds a worker."""
+        return Call(worker, "describe", (packed,))
 
     def retire(self, worker: int) -> None:
         """End a worker without replacing it; its unanswered calls are dropped."""

@@ -40,16 +40,13 @@ class LanePool(WorkerPool):
         self._env, self._owner = env, os.getpid()
         self._shares = shares = env.workers.shares(env.num_envs or 1)  # the lanes of each worker
         self._heard = 0  # rings for answers that `_take` has not taken yet
-        self._open = 0  # orders whose answers have not been taken; too many after an interrupt
         self._lost: set[int] = set()  # workers that `renew` has to replace
         self._lenient = False  # whether a loss is recorded in `_lost` only, instead of raised
         self.cpus = spread(len(shares))
         layout = LaneBlock.layout(env, len(shares))
         bare = replace(env, open_group=None, workers=None)  # a job has the opener of its lanes instead
-        jobs = [
-            LaneJob(bare, layout, index, lanes, env.open_group(lanes.start, lanes.stop), cpu)
-            for index, (lanes, cpu) in enumerate(zip(shares, self.cpus, strict=True))
-        ]
+        places = enumerate(zip(shares, self.cpus, strict=True))
+        jobs = [LaneJob(bare, layout, i, each, env.open_group(each.start, each.stop), cpu) for i, (each, cpu) in places]
         transport = ProcessTransport(LaneJob.__module__, "leave num_workers and parallel out")
         self._memory, (whole,) = shared_memory(1, layout.size)
         self.block = LaneBlock.over(whole, layout)
@@ -65,8 +62,8 @@ class LanePool(WorkerPool):
             raise
 
     @override
-    def _descriptors(self, worker: int) -> tuple[int, ...]:
-        return (self._memory, *self.bells[worker].fds, *self._answers.fds)
+    def _describe(self, worker: int, packed: bytes) -> Call:
+        return Call(worker, "describe", (packed,), (self._memory, *self.bells[worker].fds, *self._answers.fds))
 
     def _watch(self, workers: Sequence[int]) -> None:
         """Count these workers as started, and let the end of their processes end waits for answers."""
@@ -122,7 +119,6 @@ class LanePool(WorkerPool):
 
     def order(self, order: int, workers: Sequence[int]) -> None:
         """Give these workers an order."""
-        self._open += len(workers)  # first, since Ctrl-C may come at any moment
         rows = self.block.rows(workers)
         self.block.order[rows] = order
         self.block.asked[rows] += 1
@@ -168,7 +164,6 @@ class LanePool(WorkerPool):
         self._heard -= len(workers)
         if any(self.block.failed[self.block.rows(workers)].tolist()):
             self.finish([self.call(worker, "raised") for worker in workers if self.block.failed[worker]])
-        self._open -= len(workers)
 
     def _call_in(self, arguments: Mapping[int, Sequence[Any]], name: str) -> list[Any]:
         """Call a method of `ServedLanes` in these workers; raise its exception, or NotCalledError if one has ended."""
@@ -188,8 +183,6 @@ class LanePool(WorkerPool):
 
     def renew(self) -> bool:
         """Make all workers ready for a reset of all lanes; return whether some are new, whose lanes need seeds."""
-        if not (self._open or self._lost or self._asked or self._ended):
-            return False
         gone = sorted(self._come_to_rest())
         self._lost.update(gone)
         for worker in gone:
@@ -205,7 +198,7 @@ class LanePool(WorkerPool):
         self.block.answered[:] = self.block.carried_out[:] = self.block.asked
         self.block.failed[:] = False
         self._answers.heard()
-        self._heard = self._open = 0
+        self._heard = 0
         self._lost.clear()
         return bool(gone)
 

@@ -169,14 +169,12 @@ class WorkerLanes(LanePool):
         mend = "pass a function of a module, and plain arguments"
         with sending("function or its arguments", "the worker processes", mend):
             packed = cloudpickle.dumps((function, args))
-        by_worker: dict[int, list[int]] = {}
+        calls: dict[int, Applied] = {}
         for lane in lanes:
-            by_worker.setdefault(self._worker_of[lane], []).append(lane)
-        starts = [share.start for share in self._shares]  # each worker counts from its first lane
-        calls: dict[int, Applied] = {i: ([lane - starts[i] for lane in own], packed) for i, own in by_worker.items()}
-        answers = self._call_in(calls, "apply")
-        results = dict(zip(itertools.chain(*by_worker.values()), itertools.chain(*answers), strict=True))
-        return [results[lane] for lane in lanes]
+            worker = self._worker_of[lane]
+            calls.setdefault(worker, ([], packed))[0].append(lane - self._shares[worker].start)
+        answers = dict(zip(calls, map(iter, self._call_in(calls, "apply")), strict=True))
+        return [next(answers[self._worker_of[lane]]) for lane in lanes]
 
     def snapshot(self) -> list[Snapshot]:
         """The snapshots of all workers."""
