@@ -8,12 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import field, fields
+from functools import partial
 from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 from tensordict import TensorDictBase
 
-from funcollect.collectors.in_use import InUse, delivering, exclusive
+from funcollect.collectors.in_use import InUse, exclusive
 from funcollect.collectors.keywords import check_same_run, collector, plain_keywords, read_back
 from funcollect.collectors.options import Options, RunOptions
 from funcollect.core.request import head_of
@@ -215,8 +216,7 @@ class CollectorBase(RunOptions, InUse, ABC):
                 mend = "build the policy as it was, or begin another run"
                 raise ValueError(f"the policy's {name} is {value}, but {was} in the saved run: {mend}")
         self.continue_run(saved["run"], episodes)
-        moments = saved.get("moments")
-        self._moments = None if moments is None else RunningStatistics(*moments)
+        self._moments = None if (moments := saved.get("moments")) is None else RunningStatistics(*moments)
         if isinstance(self.policy, Normalized) and self.params is not None:
             self.policy.statistics = self.policy.as_pair(self.params)[1]
         pending = saved.get("pending", {}).items()
@@ -276,7 +276,8 @@ class CollectorBase(RunOptions, InUse, ABC):
         """Whether frames or trajectories are left to deliver; not after `shutdown`, or once a thread has failed."""
         self._check_filler()  # or a loop while this is True would never end
         waiting = any(each.begins_with_whole(self.trajs_per_batch or 1) for each in [*self._pending.values()])
-        return not self._over and (waiting or bool(self._unwritten) or not 0 <= self.total_frames <= self.frames)
+        over = self._closed or (self._filler is not None and self._filler.failure is not None)
+        return not over and (waiting or bool(self._unwritten) or not 0 <= self.total_frames <= self.frames)
 
     def next(self) -> TensorDictBase | None:
         """The next batch; None at the end of the run."""
@@ -311,7 +312,7 @@ class CollectorBase(RunOptions, InUse, ABC):
             what = "a function that the collector calls raised StopIteration, expected a result or another exception"
             raise RuntimeError(f"{what}: give its next(…) a default") from error
 
-    @delivering
+    @partial(exclusive, closed_too=True)  # the collector may have been shut down while the batch was collected
     def _delivered(self, batch: TensorDictBase) -> TensorDictBase:
         if self.update_statistics:
             moments = moments_of(batch, self.policy.statistics)
@@ -337,8 +338,7 @@ class CollectorBase(RunOptions, InUse, ABC):
             self._add_pending(self._next_frames())
 
     def _add_pending(self, batch: TensorDictBase) -> None:
-        batch = batch.clone() if self._lends else batch
-        for part in self._split_by_order(batch):
+        for part in self._split_by_order(batch.clone() if self._lends else batch):
             source = 0 if self._in_one_order else int(part["collector", "lane"].flatten()[0])
             self._pending[source] = self._pending.get(source, PendingTrajectories()).add(part)
 

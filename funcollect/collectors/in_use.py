@@ -35,11 +35,6 @@ def exclusive(method: _Method, *, closed_too: bool = False) -> _Method:
     return cast("_Method", call)
 
 
-def delivering(method: _Method) -> _Method:
-    """As `exclusive`, for a batch that is delivered even if the collector was shut down while it was collected."""
-    return exclusive(method, closed_too=True)
-
-
 def check_extends(name: str, buffer: Any) -> None:
     """Raise TypeError for an object without a method `extend`."""
     if not callable(getattr(buffer, "extend", None)):
@@ -87,10 +82,6 @@ class _Filler:
                     self._extend(batch)
         return True
 
-    @property
-    def at_work(self) -> bool:
-        return self.thread.is_alive() and self.going.is_set()
-
     def stop(self) -> None:
         """Begin no other batch, and ignore the collector's exceptions from now on."""
         self._stopped = True
@@ -119,7 +110,9 @@ class InUse(Iterator[TensorDictBase]):
     def _check_ready(self) -> None:
         """Raise an error if no exclusive method may be called now."""
         self._check_open()
-        if self._filler is not None and (filler := self._other_filler) and filler.at_work:
+        if self._filler is None or (filler := self._other_filler) is None:
+            return
+        if filler.thread.is_alive() and filler.going.is_set():
             raise RuntimeError("the collector fills a buffer: call pause() before")
 
     def _refuse(self) -> NoReturn:
@@ -202,11 +195,6 @@ class InUse(Iterator[TensorDictBase]):
         """The filler, if there is one, unless it calls this in its own thread."""
         filler = self._filler
         return None if filler is None or filler.thread is threading.current_thread() else filler
-
-    @property
-    def _over(self) -> bool:
-        """Whether this was shut down, or an exception has ended the thread that fills a buffer."""
-        return self._closed or (self._filler is not None and self._filler.failure is not None)
 
     def _check_filler(self) -> None:
         """Raise the exception that ended the thread that fills a buffer, once."""

@@ -20,12 +20,8 @@ from funcollect.specs import ExplorationType
 
 _Class = TypeVar("_Class", bound=Any)
 
-
-def _only_policy(schemes: Any, call: Mapping[str, Any]) -> bool:
-    return schemes is None or (isinstance(schemes, Mapping) and {*schemes} <= {"policy"})
-
-
 _SENT = "update_policy_weights_ sends weights in every collector"
+_SCHEMES = Foreign(_SENT, lambda given, _: given is None or (isinstance(given, Mapping) and {*given} <= {"policy"}))
 _RESULT = "MultiSyncDataCollector has it; RayCollector stacks batches, whose own rows follow collector_kwargs"
 FOREIGN: Mapping[str, Foreign] = {
     "use_buffers": Foreign("batches are recorded into their own memory wherever that is possible"),
@@ -38,8 +34,8 @@ FOREIGN: Mapping[str, Foreign] = {
     "worker_idx": Foreign("every batch has ('collector', 'lane')"),
     "cudagraph_policy": Foreign("pass funcollect.torch_policy(module, compile='cudagraph')", unset_or_false),
     "compile_policy": Foreign("pass funcollect.torch_policy(module, compile='inductor')", unset_or_false),
-    "weight_sync_schemes": Foreign(_SENT, _only_policy),
-    "weight_recv_schemes": Foreign(_SENT, _only_policy),
+    "weight_sync_schemes": _SCHEMES,
+    "weight_recv_schemes": _SCHEMES,
     "weight_updater": Foreign(_SENT, unset_or_false),
     "preemptive_threshold": Foreign(
         "a slow worker is waited for, so that no frame is lost; MultiaSyncDataCollector waits for none",
@@ -47,14 +43,10 @@ FOREIGN: Mapping[str, Foreign] = {
     ),
     "interruptor": Foreign("no worker is interrupted", unset_or_false),
     "init_fn": Foreign("create_env_fn and policy_factory are called in each worker", unset_or_false),
-    "num_sub_threads": Foreign(
-        "pass num_threads, in the collectors with workers", lambda given, call: given in (None, 1)
-    ),
+    "num_sub_threads": Foreign("pass num_threads, in the collectors with workers", lambda given, _: given in (None, 1)),
     "cat_results": Foreign(_RESULT, unset),
     "backend": Foreign("funcollect.Collector has it; of this class there is one kind", unset_or_false),
-    "backend_options": Foreign(
-        "funcollect.Collector has it; pass the keywords themselves", lambda given, call: not given
-    ),
+    "backend_options": Foreign("funcollect.Collector has it; pass the keywords themselves", lambda given, _: not given),
     "num_collectors": Foreign("funcollect.Collector and RayCollector have it; pass num_workers=", unset_or_false),
     "sync": Foreign("the class says so: MultiSyncDataCollector or MultiaSyncDataCollector", unset),
     "collector_class": Foreign("RayCollector has it", unset_or_false),

@@ -43,6 +43,7 @@ _NOT_FOR_ACTORS = dict.fromkeys(_OF_RUN, "it holds for the whole run: give it to
     "shard": "RayCollector gives it",
     "in_process": "its workers are processes beside the actor",
 }
+_OF_WHOLE = {"set_truncated": False, "reset_when_done": True}  # what keeps trajectories whole
 _NOT_REMOTE = {  # options of Ray that are refused, and why
     "lifetime": "an actor ends with its collector",
     "name": "the actor that replaces one would find its name taken",
@@ -113,7 +114,6 @@ class RayCollector(WorkerCollector):
             self._set(reset_at_each_iter=False)  # TorchRL's documentation passes -False
         lists = {name: getattr(self, name) for name in _LISTS}
         count = _number_of_collectors(lists, self.num_collectors)
-        self._check_inner_ends(self.collector_kwargs)
         devices = {name: lists[name] if listed(lists[name]) is None else None for name in DEVICES}
         self._check(options_of(self, **devices, storing_device=self._delivery_device(count)))
         self._set(seed=seed_of(key_from_seed(self.seed)))
@@ -149,14 +149,6 @@ class RayCollector(WorkerCollector):
             what = f"num_workers_per_collector is {self.num_workers_per_collector}, but {kind.__name__} has no workers"
             raise ValueError(f"{what}: pass collector_class=MultiSyncDataCollector, or more collectors")
 
-    def _check_inner_ends(self, collector_kwargs: Any) -> None:
-        """Raise ValueError if the collectors in the actors would cut trajectories that have to be whole."""
-        for row in _kwargs_of_each(collector_kwargs) if self.trajs_per_batch is not None else ():
-            for name, whole in (("set_truncated", False), ("reset_when_done", True)):
-                if row.get(name, whole) is not whole:
-                    what = f"collector_kwargs has {name}={row[name]!r}, which does not go together with trajs_per_batch"
-                    raise ValueError(f"{what}: leave one of them out")
-
     def _delivery_device(self, count: int) -> Device:
         """The device of all batches; None if each collector has its own, which `_storing` holds then."""
         given = (row["storing_device"] for row in rows(count, {"storing_device": self.storing_device}))
@@ -183,6 +175,10 @@ class RayCollector(WorkerCollector):
             check_not_given("remote_configs", config, _NOT_REMOTE)
             further = without_foreign("collector_kwargs", foreign, dict(row.pop("collector_kwargs", None) or {}))
             check_not_given("collector_kwargs", further, _NOT_FOR_ACTORS)
+            for name, whole in _OF_WHOLE.items() if self.trajs_per_batch is not None else ():
+                if further.get(name, whole) is not whole:
+                    what = f"collector_kwargs has {name}={further[name]!r}, which does not go together with "
+                    raise ValueError(f"{what}trajs_per_batch: leave one of them out")
             if kind in _CLASSES and (unknown := sorted(further.keys() - known)):  # a derived class checks its own
                 what = f"collector_kwargs has {unknown}, which {kind.__name__} lacks, expected some of {sorted(known)}"
                 raise TypeError(f"{what}: check the spelling, or pass another collector_class")
@@ -251,7 +247,6 @@ class RayCollector(WorkerCollector):
         """
         self._check_open()
         new = {"create_env_fn": create_env_fn, "collector_kwargs": collector_kwargs, "remote_configs": remote_configs}
-        self._check_inner_ends(collector_kwargs)
         count = _number_of_collectors(new)
         workers = self.num_workers_per_collector if num_envs is None else num_envs
         check_positive("num_envs", workers)
@@ -328,7 +323,7 @@ class RayCollector(WorkerCollector):
     def _collector_settings(self) -> list[Any]:
         """The class of the collectors, and the numbers and flags among their further keywords."""
         plain = (bool, int, float, str, type(None))
-        table = _kwargs_of_each(self.collector_kwargs)
+        table = listed(self.collector_kwargs) or [self.collector_kwargs or {}]
         kept = [[[name, row[name]] for name in sorted(row) if isinstance(row[name], plain)] for row in table]
         return [self.collector_class.__name__, kept]
 
@@ -344,10 +339,6 @@ class RayCollector(WorkerCollector):
         super().continue_run(saved, episodes)
         if episodes:
             self._since_update |= dict(zip(self.run.workers, saved["since"], strict=True))
-
-
-def _kwargs_of_each(collector_kwargs: Any) -> Sequence[Mapping[str, Any]]:
-    return [collector_kwargs or {}] if isinstance(collector_kwargs, (Mapping, type(None))) else collector_kwargs
 
 
 def _number_of_collectors(columns: Mapping[str, Any], num_collectors: int | None = None) -> int:

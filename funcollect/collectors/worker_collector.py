@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, Literal, get_args
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
@@ -21,9 +22,9 @@ from funcollect.collectors.keywords import collector
 from funcollect.collectors.options import HOOKS, Device, Options, check_hook
 from funcollect.collectors.sync import given_weights
 from funcollect.collectors.workers.gathering import Join, Means
-from funcollect.collectors.workers.jobs import masks_of
 from funcollect.collectors.workers.run import WorkerRun
 from funcollect.collectors.workers.worker import Job, Progress, WorkerInfo, runners_of
+from funcollect.core.api import checked_mask
 from funcollect.core.env_params import part_of_lanes
 from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.request import check_given
@@ -167,7 +168,9 @@ class WorkerCollector(CollectorBase):
     @exclusive
     def reset(self, mask: Tensor | None = None) -> None:
         """Begin new episodes in the lanes of `mask` [L], or in all. Batches collected before are delivered first."""
-        self.run.call_each("reset", masks_of(mask, self.run.lanes))
+        lanes = self.run.lanes
+        masks = [None] * len(lanes) if mask is None else torch.split(checked_mask(mask, sum(lanes)), lanes)
+        self.run.call_each("reset", masks)
 
     @exclusive
     def apply(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -198,13 +201,6 @@ class WorkerCollector(CollectorBase):
             for count, end in zip(lanes, itertools.accumulate(lanes), strict=True)
         ]
         self.run.call_each("set_env_params", [dumps((part, at_once)) for part in parts])
-
-    def _set_hook(self, name: str, value: Any) -> None:
-        if "run" in vars(self):
-            check_hook(name, value)
-            self._check_open()
-            self.run.set_hook(name, value)
-        vars(self)[name] = value
 
     @override
     def _reseed(self, seed: int) -> int:
@@ -321,7 +317,15 @@ class WorkerCollector(CollectorBase):
 
 def _hook(name: str) -> property:
     """A field that the workers get when it is assigned; `__setattr__` would make each batch's counting slower."""
-    return property(lambda self: vars(self).get(name), lambda self, value: self._set_hook(name, value))
+
+    def assign(self: WorkerCollector, value: Any) -> None:
+        if "run" in vars(self):
+            check_hook(name, value)
+            self._check_open()
+            self.run.set_hook(name, value)
+        vars(self)[name] = value
+
+    return property(lambda self: vars(self).get(name), assign)
 
 
 for _name in HOOKS:

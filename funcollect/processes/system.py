@@ -27,11 +27,6 @@ class SignsOfLife:
     def __init__(self) -> None:
         self.count = memoryview(bytearray(COUNT_BYTES)).cast("q")
 
-    @property
-    def shown(self) -> int:
-        """Both numbers, as one integer."""
-        return int.from_bytes(self.count.tobytes(), sys.byteorder)
-
     def show(self, fd: int) -> None:
         """From now on, count at the beginning of this file, which the parent reads."""
         self.count = memoryview(mmap.mmap(fd, COUNT_BYTES)).cast("q")

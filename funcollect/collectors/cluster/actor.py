@@ -164,7 +164,10 @@ class RayWorker:
         """The answer to a call, or a `Failure`. The first one, ``"describe"``, builds the worker."""
         self._nothing_urgent.wait()
         with self._one_at_a_time:
-            return self._answer(name, args)
+            try:
+                return self._answering.answer(name, args)
+            finally:
+                self._built.set()
 
     def hurry(self, name: str, *args: Any) -> Any:
         """The answer to a call that overtakes waiting ones; it runs once the rollout under way has ended."""
@@ -172,13 +175,7 @@ class RayWorker:
         self._nothing_urgent.clear()
         with self._one_at_a_time:
             self._nothing_urgent.set()  # calls of `do` wait for the lock from here on
-            return self._answer(name, args)
-
-    def _answer(self, name: str, args: tuple[Any, ...]) -> Any:
-        try:
             return self._answering.answer(name, args)
-        finally:
-            self._built.set()
 
     @staticmethod
     def node() -> str:
@@ -189,7 +186,7 @@ class RayWorker:
     @staticmethod
     def signs() -> int:
         """A number that changes whenever the worker shows a sign of life."""
-        return SIGNS.shown
+        return int.from_bytes(SIGNS.count.tobytes(), sys.byteorder)
 
     def stack(self) -> str:
         """The Python stack of every thread."""

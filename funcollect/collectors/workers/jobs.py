@@ -11,14 +11,11 @@ from typing import Any
 
 import cloudpickle
 import gymnasium
-import torch
 from gymnasium.vector import VectorEnv
-from torch import Tensor
 
 from funcollect.arguments import check_positive
 from funcollect.collectors.options import Options, RunnerSpec, Shard
 from funcollect.collectors.workers.worker import Job
-from funcollect.core.api import checked_mask
 from funcollect.envs.base import is_torchrl
 from funcollect.messages import clipped, shown
 
@@ -123,13 +120,6 @@ def shares(frames_per_batch: int | Sequence[int], count: int) -> list[int]:
     for share in frames:
         check_positive("frames_per_batch", share)
     return [math.ceil(share / count) for share in frames] if listed(frames_per_batch) is None else frames
-
-
-def masks_of(mask: Tensor | None, lanes: Sequence[int]) -> Sequence[Tensor | None]:
-    """Split a mask [L] over the workers; `lanes` counts the lanes of each. ValueError for another shape or dtype."""
-    if mask is None:
-        return [None] * len(lanes)
-    return torch.split(checked_mask(mask, sum(lanes)), list(lanes))
 
 
 def want_accelerators(jobs: Sequence[Job]) -> bool:
