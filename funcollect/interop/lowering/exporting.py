@@ -175,20 +175,16 @@ def _lstm_states() -> Iterator[None]:
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """Silence Torch's remarks on its tracing, leave out checks of data, and export attention as separate operators."""
-    logger = logging.getLogger("torch")
-    level, fast = logger.level, torch.backends.mha.get_fastpath_enabled()
-    validating = torch.distributions.Distribution._validate_args
-    logger.setLevel(logging.CRITICAL)  # an error that it logs is also raised
-    torch.backends.mha.set_fastpath_enabled(False)
-    torch.distributions.Distribution.set_default_validate_args(False)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-        torch.backends.mha.set_fastpath_enabled(fast)
-        torch.distributions.Distribution.set_default_validate_args(validating)
+    logger, mha, kind = logging.getLogger("torch"), torch.backends.mha, torch.distributions.Distribution
+    with contextlib.ExitStack() as undo, warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        undo.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.CRITICAL)  # an error that it logs is also raised
+        undo.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        mha.set_fastpath_enabled(False)
+        undo.callback(kind.set_default_validate_args, kind._validate_args)
+        kind.set_default_validate_args(False)
+        yield
 
 
 def _detach_without_grad(exported: ExportedProgram) -> None:

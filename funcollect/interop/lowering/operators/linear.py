@@ -7,7 +7,6 @@ Torch's intermediate factors, which no public function returns, are None here.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.operators import Rule, Table
@@ -17,21 +16,21 @@ jax = import_jax()
 jnp, linalg = jax.numpy, jax.lax.linalg
 
 
-def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+def linear(x, weight, bias=None):
     return scaled(jnp.matmul(x, weight.T), None, bias)
 
 
-def matmul_to(x: Any, y: Any, dtype: Any) -> Any:
+def matmul_to(x, y, dtype):
     return jnp.matmul(x, y, preferred_element_type=dtype)
 
 
-def addmm(bias: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1, dtype: Any = None) -> Any:
+def addmm(bias, x, y, beta=1, alpha=1, dtype=None):
     product = matmul_to(x, y, dtype)
     product = product if alpha == 1 else alpha * product
     return product + (bias if beta == 1 else beta * bias)
 
 
-def cdist(x: Any, y: Any, p: float, mode: Any = None) -> Any:
+def cdist(x, y, p, mode=None):
     apart = x[..., :, None, :] - y[..., None, :, :]
     if math.isinf(p) or p == 0:
         return vector_norm(apart, p, -1).astype(apart.dtype)
@@ -40,17 +39,7 @@ def cdist(x: Any, y: Any, p: float, mode: Any = None) -> Any:
     return root((apart**2).sum(-1))
 
 
-def attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
+def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
     if dropout_p:
         raise ValueError("it drops weights in training mode: call module.eval() first")
     if enable_gqa:
@@ -60,18 +49,13 @@ def attention(
     if is_causal:
         attn_mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     if attn_mask is not None and attn_mask.dtype == bool:
-        return jnp.matmul(_masked_weights(scores, attn_mask), value)
+        some = attn_mask.any(-1, keepdims=True)  # as in Torch, a query without keys gets zeros
+        weights = jax.nn.softmax(jnp.where(attn_mask | ~some, scores, -jnp.inf), -1)
+        return jnp.matmul(jnp.where(some, weights, 0), value)
     return jnp.matmul(jax.nn.softmax(scores if attn_mask is None else scores + attn_mask, -1), value)
 
 
-def _masked_weights(scores: Any, mask: Any) -> Any:
-    """Weights of the keys that the mask allows; zeros for a query that has none, as in Torch."""
-    some = mask.any(-1, keepdims=True)
-    weights = jax.nn.softmax(jnp.where(mask | ~some, scores, -jnp.inf), -1)
-    return jnp.where(some, weights, 0)
-
-
-def _adjoint(x: Any) -> Any:
+def _adjoint(x):
     return jnp.conj(x.mT)
 
 
@@ -79,28 +63,28 @@ _hermitian = jax.custom_jvp(lambda x: x)  # where only one triangle is read, Tor
 _hermitian.defjvp(lambda primals, tangents: (primals[0], (tangents[0] + _adjoint(tangents[0])) / 2))
 
 
-def _first(failed: Any) -> Any:
+def _first(failed):
     """LAPACK's error code [...] from `failed` [..., n]: the first index that is True, counted from 1, or 0 for none."""
     if not failed.shape[-1]:
         return jnp.zeros(failed.shape[:-1], jnp.int32)
     return jnp.where(failed.any(-1), failed.argmax(-1) + 1, 0)
 
 
-def cholesky_ex(x: Any, *, upper: bool = False, check_errors: bool = False) -> Any:
+def cholesky_ex(x, *, upper=False, check_errors=False):
     source = _hermitian(_adjoint(x) if upper else x)
     lower = linalg.cholesky(source, symmetrize_input=False)
     failed = jnp.isnan(lower).any((-1, -2))
     return _adjoint(lower) if upper else lower, failed
 
 
-def lu_factor_ex(x: Any, *, pivot: bool = True, check_errors: bool = False) -> Any:
+def lu_factor_ex(x, *, pivot=True, check_errors=False):
     if not pivot:
         raise ValueError("only factorisations with pivoting are covered: leave out pivot=False")
     factors, pivots, _ = linalg.lu(x)
     return factors, pivots + 1, _first(jnp.diagonal(factors, axis1=-2, axis2=-1) == 0)
 
 
-def lu_unpack(factors: Any, pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True) -> Any:
+def lu_unpack(factors, pivots, unpack_data=True, unpack_pivots=True):
     rows, columns = factors.shape[-2:]
     least = min(rows, columns)
     lower = jnp.tril(factors[..., :least], -1) + jnp.eye(rows, least, dtype=factors.dtype)
@@ -108,24 +92,12 @@ def lu_unpack(factors: Any, pivots: Any, unpack_data: bool = True, unpack_pivots
     return jax.nn.one_hot(order, rows, dtype=factors.dtype).mT, lower, jnp.triu(factors[..., :least, :])
 
 
-def svd(x: Any, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None) -> Any:
-    if compute_uv:
-        return jnp.linalg.svd(x, full_matrices=full_matrices)
-    return None, jnp.linalg.svd(x, compute_uv=False), None
-
-
-def qr(x: Any, mode: str = "reduced") -> Any:
-    if mode == "r":
-        return None, jnp.linalg.qr(x, mode="r")
-    return jnp.linalg.qr(x, mode=mode)
-
-
-def _reflected(vectors: Any, scales: Any, onto: Any, conjugate: bool = False) -> Any:
+def _reflected(vectors, scales, onto, conjugate=False):
     """A product of Householder reflections [*B, m, k], with scales [*B, k], times matrices [*B, m, n]."""
     rows, count = vectors.shape[-2], scales.shape[-1]
     unit = jnp.tril(vectors[..., :count], -1) + jnp.eye(rows, count, dtype=vectors.dtype)
 
-    def step(result: Any, one: Any) -> Any:
+    def step(result, one):
         vector, scale = one
         product = jnp.einsum("...m,...mn->...n", jnp.conj(vector), result)
         return result - scale[..., None, None] * vector[..., None] * product[..., None, :], None
@@ -135,41 +107,36 @@ def _reflected(vectors: Any, scales: Any, onto: Any, conjugate: bool = False) ->
     return jax.lax.scan(step, onto, steps, reverse=not conjugate)[0]
 
 
-def householder_product(vectors: Any, scales: Any) -> Any:
-    eye = jnp.eye(*vectors.shape[-2:], dtype=vectors.dtype)
-    return _reflected(vectors, scales, jnp.broadcast_to(eye, vectors.shape))
-
-
-def ormqr(vectors: Any, scales: Any, other: Any, left: bool = True, transpose: bool = False) -> Any:
+def ormqr(vectors, scales, other, left=True, transpose=False):
     if left:
         return _reflected(vectors, scales, other, transpose)
     return _adjoint(_reflected(vectors, scales, _adjoint(other), not transpose))
 
 
-def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -> Any:
+def solve_ex(a, b, *, left=True, check_errors=False):
     vectors = b.ndim == 1 or b.shape == a.shape[:-1]
     b = b[..., None] if vectors else b
     solved = jnp.linalg.solve(a, b) if left else jnp.linalg.solve(a.mT, b.mT).mT
     return solved[..., 0] if vectors else solved, None, None, lu_factor_ex(a)[2]
 
 
-def _batched(a: Any, b: Any) -> tuple[Any, Any]:
+def _batched(a, b):
     batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return jnp.broadcast_to(a, batch + a.shape[-2:]), jnp.broadcast_to(b, batch + b.shape[-2:])
 
 
-def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:
+def solve_triangular(a, b, *, upper, left=True, unitriangular=False):
     a, b = _batched(a, b)
     return linalg.triangular_solve(a, b, left_side=left, lower=not upper, unit_diagonal=unitriangular)
 
 
-def triangular(b: Any, a: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False) -> Any:
+def triangular(b, a, upper=True, transpose=False, unitriangular=False):
     a, b = _batched(a, b)
     options = {"lower": not upper, "transpose_a": transpose, "unit_diagonal": unitriangular}
     return linalg.triangular_solve(a, b, left_side=True, **options), a
 
 
-def lu_solve(factors: Any, pivots: Any, b: Any, *, left: bool = True, adjoint: bool = False) -> Any:
+def lu_solve(factors, pivots, b, *, left=True, adjoint=False):
     if not left:
         return _adjoint(lu_solve(factors, pivots, _adjoint(b), adjoint=not adjoint))
     factors, b = _batched(factors, b)
@@ -184,13 +151,13 @@ def lu_solve(factors: Any, pivots: Any, b: Any, *, left: bool = True, adjoint: b
     return jnp.take_along_axis(b, jnp.argsort(order, -2), -2)
 
 
-def cholesky_solve(b: Any, factor: Any, upper: bool = False) -> Any:
+def cholesky_solve(b, factor, upper=False):
     first = _adjoint(factor) if upper else factor
     halfway = solve_triangular(first, b, upper=False)
     return solve_triangular(_adjoint(first), halfway, upper=True)
 
 
-def _tolerance(x: Any, largest: Any, atol: Any, rtol: Any) -> Any:
+def _tolerance(x, largest, atol, rtol):
     """The singular value [*B] up to which others count as zero."""
     if rtol is None:
         default = max(x.shape[-2:]) * jnp.finfo(x.dtype).eps
@@ -198,7 +165,7 @@ def _tolerance(x: Any, largest: Any, atol: Any, rtol: Any) -> Any:
     return jnp.maximum(rtol * largest, 0.0 if atol is None else atol)
 
 
-def pinv(x: Any, rtol: Any = None, hermitian: bool = False, *, atol: Any = None) -> Any:
+def pinv(x, rtol=None, hermitian=False, *, atol=None):
     if not x.size:
         return x.mT
     if atol is not None:
@@ -208,7 +175,7 @@ def pinv(x: Any, rtol: Any = None, hermitian: bool = False, *, atol: Any = None)
     return jnp.linalg.pinv(x, rtol=rtol, hermitian=hermitian)
 
 
-def matrix_rank(x: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool = False) -> Any:
+def matrix_rank(x, *, atol=None, rtol=None, hermitian=False):
     if not x.size:
         return jnp.zeros(x.shape[:-2], int)
     values = jnp.linalg.svd(x, compute_uv=False)
@@ -233,9 +200,13 @@ TABLE: Table = {
     "linalg_lu_factor_ex": lu_factor_ex,
     "lu_unpack": lu_unpack,
     "_linalg_eigh": lambda x, uplo="L", *_: linalg.eigh(x, lower=uplo.upper() == "L", symmetrize_input=False)[::-1],
-    "_linalg_svd": svd,
-    "linalg_qr": qr,
-    "linalg_householder_product": householder_product,
+    "_linalg_svd": lambda x, full_matrices=False, compute_uv=True, **_: (
+        jnp.linalg.svd(x, full_matrices) if compute_uv else (None, jnp.linalg.svd(x, compute_uv=False), None)
+    ),
+    "linalg_qr": lambda x, mode="reduced": (None, jnp.linalg.qr(x, "r")) if mode == "r" else jnp.linalg.qr(x, mode),
+    "linalg_householder_product": lambda vectors, scales: _reflected(
+        vectors, scales, jnp.broadcast_to(jnp.eye(*vectors.shape[-2:], dtype=vectors.dtype), vectors.shape)
+    ),
     "ormqr": ormqr,
     "linalg_inv_ex": lambda x, *, check_errors=False: (jnp.linalg.inv(x), lu_factor_ex(x)[2]),
     "_linalg_solve_ex": solve_ex,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.operators import Table
@@ -13,46 +12,35 @@ jax = import_jax()
 jnp, lax = jax.numpy, jax.lax
 
 
-def squeeze(x: Any, dims: Any) -> Any:
+def squeeze(x, dims):
     wanted = dims if isinstance(dims, Sequence) else [dims]
     return jnp.squeeze(x, tuple(dim for dim in wanted if x.ndim and x.shape[dim] == 1))
 
 
-def expand(x: Any, shape: Sequence[int], implicit: bool = False) -> Any:
+def expand(x, shape, implicit=False):
     lead = len(shape) - x.ndim
     sizes = [x.shape[i - lead] if wanted == -1 else wanted for i, wanted in enumerate(shape)]
     return jnp.broadcast_to(x, sizes)
 
 
-def unfold(x: Any, dim: int, size: int, step: int) -> Any:
+def unfold(x, dim, size, step):
     starts = jnp.arange(0, (x.shape[dim] if x.ndim else 1) - size + 1, step)
     windows = jnp.atleast_1d(x).take(starts[:, None] + jnp.arange(size), dim)
     return jnp.moveaxis(windows, dim % max(x.ndim, 1) + 1, -1) if x.ndim else windows[0]
 
 
-def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
-    """Skip empty vectors, as Torch does."""
-    return jnp.concatenate([x for x in tensors if x.shape != (0,)] or tensors, dim)
-
-
-def split(x: Any, size: int, dim: int = 0) -> Any:
+def split(x, size, dim=0):
     length = x.shape[dim]
     whole, rest = divmod(length, size) if length else (1, 0)
     return split_with_sizes(x, [min(size, length)] * whole + [rest] * bool(rest), dim)
 
 
-def split_with_sizes(x: Any, sizes: Sequence[int], dim: int = 0) -> Any:
+def split_with_sizes(x, sizes, dim=0):
     borders = pairwise(accumulate(sizes, initial=0))
     return [lax.slice_in_dim(x, start, end, axis=dim) for start, end in borders]
 
 
-def slice_(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    ranges = [slice(None)] * x.ndim
-    ranges[dim] = slice(start, end, step)
-    return x[tuple(ranges)]
-
-
-def to_copy(x: Any, dtype: Any = None) -> Any:
+def to_copy(x, dtype=None):
     """Cast as Torch does: integers round towards zero, and of complex numbers the real part is kept."""
     if dtype is None:
         return x
@@ -61,7 +49,7 @@ def to_copy(x: Any, dtype: Any = None) -> Any:
     return x.astype(dtype)
 
 
-def _widths(x: Any, pad: Sequence[int]) -> list[tuple[int, int]]:
+def _widths(x, pad):
     """Torch's padding, which begins with the last axis, as one pair for each axis."""
     pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)]
     return [(0, 0)] * (x.ndim - len(pairs)) + pairs[::-1]
@@ -71,7 +59,7 @@ _REDUCE = {"sum": "add", "prod": "multiply", "amax": "max", "amin": "min"}
 _MEAN, _MAXIMUM = 1, 2  # modes of an embedding bag in Torch, where 0 is the sum
 
 
-def embedding(weight: Any, indices: Any, padding: int = -1, scale: bool = False, sparse: bool = False) -> Any:
+def embedding(weight, indices, padding=-1, scale=False, sparse=False):
     """Rows of a table; the row of the padding has no gradient."""
     rows = jnp.take(weight, indices, 0)
     if padding < 0:
@@ -80,16 +68,8 @@ def embedding(weight: Any, indices: Any, padding: int = -1, scale: bool = False,
 
 
 def embedding_bag(
-    weight: Any,
-    indices: Any,
-    offsets: Any,
-    scale: bool = False,
-    mode: int = 0,
-    sparse: bool = False,
-    weights: Any = None,
-    last_offset: bool = False,
-    padding: int = -1,
-) -> Any:
+    weight, indices, offsets, scale=False, mode=0, sparse=False, weights=None, last_offset=False, padding=-1
+):
     if scale:
         raise ValueError("gradients scaled by frequency are not covered: leave out scale_grad_by_freq=True")
     bags = offsets.shape[0] - last_offset
@@ -105,30 +85,24 @@ def embedding_bag(
     return total / jnp.maximum(counts, 1) if mode == _MEAN else total, None, None, None
 
 
-def one_hot(indices: Any, num_classes: int = -1) -> Any:
+def one_hot(indices, num_classes=-1):
     if num_classes < 0:
         raise ValueError("the number of classes would depend on data: pass num_classes")
     return jax.nn.one_hot(indices, num_classes, dtype=indices.dtype)
 
 
-def gather(x: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
-    if x.ndim == 0:
-        return jnp.broadcast_to(x, index.shape)
-    return x[_along(index, dim)]
-
-
-def _along(index: Any, dim: int) -> tuple[Any, ...]:
+def _along(index, dim):
     """The full index of each element of `index`, which holds indices along one axis."""
     grid = list(jnp.indices(index.shape, sparse=True))
     grid[dim] = index
     return tuple(grid)
 
 
-def _full(indices: Sequence[Any]) -> tuple[Any, ...]:
+def _full(indices):
     return tuple(slice(None) if each is None else each for each in indices)
 
 
-def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+def index_put(x, indices, values, accumulate=False):
     mask = indices[0]
     if len(indices) == 1 and mask.dtype == bool and jnp.ndim(values) == 0:
         mask = mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
@@ -137,24 +111,24 @@ def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = Fa
     return at.add(values) if accumulate else at.set(values)
 
 
-def scatter(x: Any, dim: int, index: Any, src: Any, *, reduce: str = "set") -> Any:
+def scatter(x, dim, index, src, *, reduce="set"):
     part = src[tuple(map(slice, index.shape))] if jnp.ndim(src) else src
     return getattr(x.at[_along(index, dim)], reduce)(part)
 
 
-def scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
+def scatter_reduce(x, dim, index, src, reduce, *, include_self=True):
     if reduce not in _REDUCE or not include_self:
         raise ValueError(f"{reduce!r} with include_self={include_self} is not covered: use one of {list(_REDUCE)}")
     return scatter(x, dim, index, src, reduce=_REDUCE[reduce])
 
 
-def _slices(x: Any, dim: int, at: Any, src: Any, reduce: str = "set") -> Any:
+def _slices(x, dim, at, src, reduce="set"):
     """`x` with slices along one axis set to those of `src`, or combined with them; a number `at` selects one slice."""
     moved = jnp.moveaxis(src, dim, 0) if src.ndim == x.ndim else src
     return jnp.moveaxis(getattr(jnp.moveaxis(x, dim, 0).at[at], reduce)(moved), 0, dim)
 
 
-def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None) -> Any:
+def linspace(start, end, steps, *, dtype=None):
     """The same with Torch's integers, which are cut toward zero, counted from the nearer end."""
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         return jnp.linspace(start, end, steps, dtype=dtype)
@@ -162,9 +136,7 @@ def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None) -> Any:
     return jnp.where(place < steps // 2, start + place * width, end - (steps - 1 - place) * width).astype(dtype)
 
 
-def searchsorted(
-    edges: Any, x: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
-) -> Any:
+def searchsorted(edges, x, *, out_int32=False, right=False, side=None, sorter=None):
     if edges.ndim > 1 or sorter is not None:
         raise ValueError("only one sorted sequence is covered: give it as a vector")
     return jnp.searchsorted(edges, x, side="right" if right or side == "right" else "left")
@@ -174,10 +146,12 @@ TABLE: Table = {
     "squeeze.dim|dims": squeeze,
     "expand": expand,
     "unfold": unfold,
-    "cat": cat,
+    "cat": lambda tensors, dim=0: jnp.concatenate([x for x in tensors if x.shape != (0,)] or tensors, dim),
     "split.Tensor": split,
     "split_with_sizes": split_with_sizes,
-    "slice.Tensor": slice_,
+    "slice.Tensor": lambda x, dim=0, start=None, end=None, step=1: x[
+        (*[slice(None)] * (dim % x.ndim), slice(start, end, step))
+    ],
     "_to_copy": to_copy,
     "sym_size.int": lambda x, dim: int(x.shape[dim]),  # a number while a function is traced
     "view _unsafe_view": jnp.reshape,
@@ -226,7 +200,7 @@ TABLE: Table = {
     "embedding": embedding,
     "_embedding_bag _embedding_bag_forward_only": embedding_bag,
     "one_hot": one_hot,
-    "gather": gather,
+    "gather": lambda x, dim, index, *_, **__: x[_along(index, dim)] if x.ndim else jnp.broadcast_to(x, index.shape),
     "index_put": index_put,
     "scatter.src|value|reduce|value_reduce": scatter,
     "scatter_reduce.two": scatter_reduce,
