@@ -27,12 +27,11 @@ from funcollect.errors import NoResetError, StaleStateError
 from funcollect.messages import shown
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import Backend, Env, Forking, Seeding, Starts
-from funcollect.specs import PLAYER, ActionSpec, disassemble, observation_leaves
+from funcollect.specs import PLAYER, PRESENT, ActionSpec, disassemble, observation_leaves
 from funcollect.testing import trials
-from funcollect.testing.agent_checks import groups, joint_action, shown_after
-from funcollect.testing.trials import FailedError, NotApplicableError, Trial, bits_differ, expect_equal, expect_rows
+from funcollect.testing.trials import FailedError, NotApplicableError, Trial, bits_differ, expect_rows, mended_by
 from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
-from funcollect.tree import Path
+from funcollect.tree import Path, there
 
 _DIVISION = "look at the division, root or logarithm behind it"
 _NOTICED = "_funcollect_noticed"  # the attribute of an environment whose `step` has called `reset`
@@ -64,7 +63,7 @@ def runs(trial: Trial) -> str | None:
     return f"{how_many} come after {longest} steps, none later: if that is a limit, return truncated"
 
 
-@trials.mended_by("widen the space, or clip the observation")
+@mended_by("widen the space, or clip the observation")
 def observations(trial: Trial) -> None:
     """Every observation lies in its space, before and after a step."""
     space = trial.env.observation_space
@@ -80,7 +79,7 @@ def observations(trial: Trial) -> None:
             expect_rows(~((numbers >= low) & (numbers <= high)), what, numbers, wanted)
 
 
-@trials.mended_by(_DIVISION)
+@mended_by(_DIVISION)
 def rewards(trial: Trial) -> str | None:
     """Rewards are finite float32 numbers, one for each player; whoever moves in turn has a legal action."""
     reward, movers = trial.batch["next", "reward"], trial.batch.get(PLAYER, None)
@@ -94,13 +93,40 @@ def rewards(trial: Trial) -> str | None:
     return None if players == 1 else f"{players} in each step, one for each player: if there is one player, sum them"
 
 
-@trials.mended_by("write observations in reset and step only, and only for the lanes that these are called with")
+@mended_by("flag an agent from its end until it is back, leave it out meanwhile, and pay only those who are there")
+def groups(trial: Trial) -> None:
+    """Agents that have ended are not there and get no reward, rewards add up, and a lane without agents has ended."""
+    found, batch = getattr(trial.env.action_spec, "groups", {}), trial.batch
+    if not found:
+        raise NotApplicableError("it has no groups of agents")
+    total: Any = 0
+    left = torch.ones_like(trial.done)
+    for name, group in found.items():
+        if not {"done", "reward"} <= {*batch["next", name].keys()}:
+            raise NotApplicableError(f"the agents of {name!r} share their rewards or flags")
+        reward = batch["next", name, "reward"]
+        total = total + reward.sum(-2)
+        for node, what in ((batch, name), (batch["next"], f"next.{name}")):
+            gone = node[name, "done"][..., 0]
+            present = node[name, PRESENT] if group.comes_and_goes else ~gone
+            expect_rows(gone & present, f"{what}.{PRESENT}", present, "False for agents that are done")
+        left = left & ~present.any(-1)
+        absent = ~batch[name, PRESENT] if group.comes_and_goes else torch.zeros_like(gone)
+        expect_rows(absent[..., None] & (reward != 0), f"next.{name}.reward", reward, "0 for absent agents")
+    wrong = ~torch.isclose(total, batch["next", "reward"], rtol=1e-4, atol=1e-4)
+    expect_rows(wrong, "next.reward", batch["next", "reward"], total, note=", the sum over agents")
+    expect_rows(left & ~trial.done, "next.done", trial.done, "True where no agent is left")
+
+
+@mended_by("write observations in reset and step only, and only for the lanes that these are called with")
 def chained(trial: Trial) -> None:
     """Within an episode, each observation is the one that the step before returned."""
-    within = trial.batch[TRAJECTORY_IDS].diff(dim=1) == 0
+    within, found = trial.batch[TRAJECTORY_IDS].diff(dim=1) == 0, getattr(trial.env.action_spec, "groups", {})
     for leaf in trial.env.observation_leaves:
         root, produced = trial.batch[leaf.path][:, 1:], trial.batch["next", *leaf.path][:, :-1]
-        produced = shown_after(trial, leaf, produced)
+        name, *rest = leaf.path
+        if name in found and found[name].comes_and_goes and rest[0] == "observation":
+            produced = there(produced, trial.batch[name, PRESENT][:, 1:])  # zeros for absent agents
         wrong, note = bits_differ(root, produced) & within, ", the next observation of the row before"
         expect_rows(wrong, ".".join(leaf.path), root, produced, note=note, first=1)
 
@@ -119,7 +145,7 @@ def _first_observations(trial: Trial, later: int = 0) -> dict[Path, Tensor]:
     return {path: torch.stack([first[path] for first in firsts], 1) for path in firsts[0]}
 
 
-@trials.mended_by("use the seed that reset is called with: super().reset(seed=seed), then self.np_random")
+@mended_by("use the seed that reset is called with: super().reset(seed=seed), then self.np_random")
 def another_seed(trial: Trial) -> None:
     """Another seed gives other episodes, if episodes differ at all."""
     one, two = _first_observations(trial), _first_observations(trial, 1)
@@ -131,7 +157,7 @@ def another_seed(trial: Trial) -> None:
         raise FailedError(f"the first {_RESETS} episodes of each lane", expected, got)
 
 
-@trials.mended_by(
+@mended_by(
     "let reset(seed=...) alone decide how an episode begins, or say seeding='lane' or 'run'; if a wrapper "
     "normalises by running statistics, do that in the network"
 )
@@ -170,7 +196,7 @@ def _expect_seeded(trial: Trial, batch: Any) -> None:
                 expect_rows(wrong, what, batch[path], wanted, note=", as its seed gives when it is begun directly")
 
 
-@trials.mended_by("return terminated or truncated as True instead; max_episode_steps sets a time limit")
+@mended_by("return terminated or truncated as True instead; max_episode_steps sets a time limit")
 def own_resets(trial: Trial) -> None:
     """`step` calls no `reset` within an episode: the batch has the end of each."""
     with trial.started() as state:
@@ -205,7 +231,7 @@ def _watch_resets(env: Any) -> bool:
     return True
 
 
-@trials.mended_by("wrap the raw environment, without its own autoreset: the library resets")
+@mended_by("wrap the raw environment, without its own autoreset: the library resets")
 def terminal(trial: Trial) -> None:
     """At an end, `next` holds the terminal observation, not the first one of the next episode."""
     if not trial.done.any():
@@ -249,7 +275,7 @@ def _exceeds_chance(share: float, other: float, count: int) -> bool:
     return share > other and count * float(divergence) >= -math.log(1e-3)
 
 
-@trials.mended_by("let reset change only the lanes that it is called with, and no lane's step depend on other lanes")
+@mended_by("let reset change only the lanes that it is called with, and no lane's step depend on other lanes")
 def reset_mask(trial: Trial) -> None:
     """`reset` with a mask begins new episodes in these lanes, and does not affect the others."""
     if trial.lanes < 2:
@@ -272,10 +298,10 @@ def reset_mask(trial: Trial) -> None:
     if seeding_of(trial.env) != "run":  # lanes may share one generator
         wanted = trial.batch[:, third : 2 * third]
         batch[mask] = wanted[mask]
-        expect_equal(batch, wanted, after, "the run without that reset")
+        trials.expect_equal(batch, wanted, after, "the run without that reset")
 
 
-@trials.mended_by("let a lane's step and reset depend on that lane only")
+@mended_by("let a lane's step and reset depend on that lane only")
 def lanes_alone(trial: Trial) -> None:
     """Each lane of a batch gives the same data as the same lane alone."""
     if trial.lanes < 2 or seeding_of(trial.env) != "episode":
@@ -290,25 +316,27 @@ def lanes_alone(trial: Trial) -> None:
         with trials.freed(first) as state:
             _, alone = single.rollout(state, length)
         got, what = trial.batch[lane : lane + 1, :length], f"lane {lane} of the batch (here called lane 0)"
-        expect_equal(got, alone, what, "the same lane by itself", differs=differs)
+        trials.expect_equal(got, alone, what, "the same lane by itself", differs=differs)
 
 
-@trials.mended_by("copy the action before writing into it")
+@mended_by("copy the action before writing into it")
 def policy_memory(trial: Trial) -> None:
     """The environment does not modify the action, and a policy that overwrites its observation does not affect it."""
     if trial.env.backend == "jax":
         raise NotApplicableError("its loop is traced, so the policy of this check cannot look into it")
     policy = trials.OverwritingPolicy(trial.env.action_spec)
     got = replace(trial, policy=policy).run(trial.steps)
-    action, given = joint_action(trial, got), torch.stack(policy.actions, 1)
+    found = getattr(trial.env.action_spec, "groups", {})  # whose actions an environment takes in one array
+    action = torch.cat([got[name, "action"].flatten(2) for name in found], -1) if found else got["action"]
+    given = torch.stack(policy.actions, 1)
     if action.shape == given.shape:  # otherwise lanes make their steps at their own pace
         expect_rows(bits_differ(action, given), "action", action, given, note=", as the policy returned it")
     mend = "copy into the rows: what the policy reads must not be the simulator's own memory"
     what = "the run of a policy that writes zeros over each observation"
-    expect_equal(got, trial.batch, what, "the run of one that does not", mend)
+    trials.expect_equal(got, trial.batch, what, "the run of one that does not", mend)
 
 
-@trials.mended_by("write nothing in place, and keep nothing in self: a step's result follows from its arguments")
+@mended_by("write nothing in place, and keep nothing in self: a step's result follows from its arguments")
 def old_states(trial: Trial) -> None:
     """An old state gives the same batch again, or StaleStateError over simulators."""
     simulators = trial.env.backend in ("host", "device")
@@ -322,7 +350,7 @@ def old_states(trial: Trial) -> None:
             return
     if simulators:
         raise FailedError("a state used twice", "StaleStateError", "another batch", "keep states linear")
-    expect_equal(again, first, "the second rollout from one state", "the first one")
+    trials.expect_equal(again, first, "the second rollout from one state", "the first one")
 
 
 def close(trial: Trial) -> None:
@@ -361,9 +389,8 @@ def check_env(env: Any, *, steps: int = 100, seed: int = 0, single: Env | None =
         raise TypeError(f"env is {shown(env)}, an instance without a spec, which cannot be copied: {mend}")
     made = make_env(env, **kwargs)
     if single is None and isinstance(made, EnvBase):
-        alone = copy.copy(made)
+        alone = single = copy.copy(made)
         alone.num_envs = 1
-        single = alone
     elif single is None and (isinstance(env, (str, EnvSpec)) or (callable(env) and "num_envs" in kwargs)):
         options = {name: value for name, value in kwargs.items() if name not in WORKER_ARGUMENTS}
         single = make_env(env, **options | {"num_envs": 1})
