@@ -14,10 +14,11 @@ jax = import_jax()
 jnp, lax, nn, special = jax.numpy, jax.lax, jax.nn, jax.scipy.special
 
 _NAMED_ALIKE = """abs acos acosh asin asinh atan atanh bitwise_and.Tensor|Scalar|Scalar_Tensor bitwise_not
-    bitwise_or.Tensor|Scalar|Scalar_Tensor bitwise_xor.Tensor|Scalar|Scalar_Tensor ceil copysign.Tensor|Scalar cos cosh
-    deg2rad exp exp2 expm1 floor fmod.Tensor|Scalar hypot isclose isfinite isinf isnan log log10 log1p log2
-    logaddexp logaddexp2 logical_and logical_not logical_or logical_xor maximum minimum rad2deg
-    remainder.Tensor|Scalar|Scalar_Tensor round.default|decimals sin sinc sinh square tan tanh trunc"""
+    bitwise_or.Tensor|Scalar|Scalar_Tensor bitwise_xor.Tensor|Scalar|Scalar_Tensor ceil copysign.Tensor|Scalar
+    cos cosh deg2rad exp exp2 expm1 floor fmod.Tensor|Scalar hypot isclose isfinite isinf isnan log log10 log1p
+    log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor maximum minimum rad2deg
+    remainder.Tensor|Scalar|Scalar_Tensor round.default|decimals sin sinc sinh square tan tanh trunc
+    where.self|ScalarOther|ScalarSelf|Scalar"""
 _OF_FLOATS = {
     "digamma": lambda x: jnp.where(x == 0, -jnp.copysign(jnp.inf, x), special.digamma(x)),
     "erf": special.erf,
@@ -153,6 +154,7 @@ TABLE: Table = {
     "clamp.default|Tensor clamp_min.default|Tensor": clamp,
     "lerp.Scalar|Tensor": lerp,
     **{names: getattr(jnp, names.partition(".")[0]) for names in _NAMED_ALIKE.split()},
+    **{name: getattr(nn, name) for name in ("glu", "log_sigmoid", "relu", "silu")},
     **{names: _with_floats(function) for names, function in _OF_FLOATS.items()},
     "nan_to_num": lambda x, nan=None, posinf=None, neginf=None: jnp.nan_to_num(x, True, nan or 0.0, posinf, neginf),
     "eq.Tensor|Scalar": jnp.equal,
@@ -163,10 +165,9 @@ TABLE: Table = {
     "ge.Tensor|Scalar": jnp.greater_equal,
     "__lshift__.Tensor|Scalar bitwise_left_shift.Tensor|Tensor_Scalar|Scalar_Tensor": jnp.left_shift,
     "__rshift__.Tensor|Scalar bitwise_right_shift.Tensor|Tensor_Scalar|Scalar_Tensor": jnp.right_shift,
-    "where.self|ScalarOther|ScalarSelf|Scalar": jnp.where,
     "masked_fill.Scalar|Tensor": lambda x, mask, value: jnp.where(mask, jnp.asarray(value, x.dtype), x),
     "atan2": jnp.arctan2,
-    "neg": jnp.negative,
+    "neg _neg_view": jnp.negative,
     "frac": lambda x: x - jnp.trunc(x),
     "rsub.Tensor|Scalar": lambda x, y, alpha=1: sub(y, x, alpha),
     "mul.Tensor|Scalar": lambda x, y: _single(x) * _single(y),
@@ -187,7 +188,6 @@ TABLE: Table = {
     "view_as_real": lambda x: jnp.stack([x.real, x.imag], -1),
     "polar": lambda size, angle: complex_(size * jnp.cos(angle), size * jnp.sin(angle)),
     "_conj _conj_physical": jnp.conj,
-    "_neg_view": jnp.negative,
     "fft_fftfreq": jnp.fft.fftfreq,
     "fft_rfftfreq": jnp.fft.rfftfreq,
     "hardtanh": hardtanh,
@@ -195,19 +195,15 @@ TABLE: Table = {
     "elu": elu,
     "leaky_relu": leaky_relu,
     "rrelu": rrelu,
-    "relu": nn.relu,
     "relu6": lambda x: hardtanh(x, 0.0, 6.0),
     "gelu": lambda x, approximate="none": nn.gelu(x, approximate == "tanh"),
-    "silu": nn.silu,
     "mish": lambda x: x * jnp.tanh(nn.softplus(x)),
-    "log_sigmoid": nn.log_sigmoid,
     "selu": lambda x: elu(x, 1.6732632423543772, 1.0507009873554805),
     "celu": lambda x, alpha=1.0: elu(x, alpha, 1.0, 1.0 / alpha),
     "prelu": lambda x, weight: leaky_relu(x, by_channel(weight, x) if weight.size > 1 else weight),
     "hardsigmoid": lambda x: hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
     "hardswish": lambda x: x * (hardtanh(x + 3.0, 0.0, 6.0) / 6.0),
     "threshold": lambda x, limit, value: jnp.where(x <= limit, value, x),
-    "glu": nn.glu,
     "softmax.int": lambda x, dim, dtype=None: nn.softmax(in_dtype(x, dtype), dim),
     "log_softmax.int": lambda x, dim, dtype=None: nn.log_softmax(in_dtype(x, dtype), dim),
 }

@@ -11,6 +11,8 @@ from funcollect.interop.lowering.operators import Table
 jax = import_jax()
 jnp, lax = jax.numpy, jax.lax
 
+_NAMED_ALIKE = "diagonal flip full full_like ones ones_like squeeze stack tril triu"
+
 
 def squeeze(x, dims):
     wanted = dims if isinstance(dims, Sequence) else [dims]
@@ -143,6 +145,7 @@ def searchsorted(edges, x, *, out_int32=False, right=False, side=None, sorter=No
 
 
 TABLE: Table = {
+    **{name: getattr(jnp, name) for name in _NAMED_ALIKE.split()},
     "squeeze.dim|dims": squeeze,
     "expand": expand,
     "unfold": unfold,
@@ -158,34 +161,24 @@ TABLE: Table = {
     "view.dtype": lambda x, dtype: x.view(dtype),
     "permute t": jnp.transpose,
     "transpose.int": lambda x, one, two: jnp.swapaxes(x, one, two) if x.ndim else x,
-    "squeeze": jnp.squeeze,
     "unsqueeze": jnp.expand_dims,
     "repeat": jnp.tile,
     "repeat_interleave.self_int": lambda x, repeats, dim=None, output_size=None: jnp.repeat(x, repeats, dim),
     "repeat_interleave.Tensor": lambda repeats, *, output_size: jnp.repeat(
         jnp.arange(repeats.shape[0]), repeats, total_repeat_length=output_size
     ),
-    "stack": jnp.stack,
     "unbind.int": lambda x, dim=0: list(jnp.moveaxis(x, dim, 0)),
     "select.int": lambda x, dim, index: lax.index_in_dim(x, index, dim, keepdims=False),
-    "flip": jnp.flip,
     "roll": lambda x, shifts, dims=(): jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0]),
     "clone": lambda x: x,
-    "tril": jnp.tril,
-    "triu": jnp.triu,
-    "diagonal": jnp.diagonal,
     "constant_pad_nd": lambda x, pad, value=0: lax.pad(  # unlike `jnp.pad`, it takes negative widths, which cut
         x, jnp.asarray(value, x.dtype), [(*width, 0) for width in _widths(x, pad)]
     ),
     "reflection_pad1d reflection_pad2d reflection_pad3d": lambda x, pad: jnp.pad(x, _widths(x, pad), "reflect"),
     "replication_pad1d replication_pad2d replication_pad3d": lambda x, pad: jnp.pad(x, _widths(x, pad), "edge"),
-    "full": jnp.full,
-    "full_like": jnp.full_like,
     "new_full": lambda x, shape, value, dtype=None: jnp.full(shape, value, dtype or x.dtype),
     "zeros empty.memory_format": jnp.zeros,  # memory that Torch leaves unwritten is zeroed
-    "ones": jnp.ones,
     "zeros_like empty_like": jnp.zeros_like,
-    "ones_like": jnp.ones_like,
     "new_zeros new_empty": lambda x, shape, dtype=None: jnp.zeros(shape, dtype or x.dtype),
     "new_ones": lambda x, shape, dtype=None: jnp.ones(shape, dtype or x.dtype),
     "scalar_tensor": jnp.asarray,
