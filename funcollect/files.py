@@ -143,18 +143,15 @@ def from_data(data: Any, arrays: Mapping[str, npt.NDArray[Any]], known: Sequence
         if kind == "record":
             return _RECORDS[rest[0]](**decode(rest[1]))
         if kind == "generator":
-            return _generator(decode(rest[0]))
+            state = decode(rest[0])
+            bits = _GENERATORS[state["bit_generator"]]()
+            bits.state = state
+            return np.random.Generator(bits)
         if kind not in _ARRAYS:
             raise ValueError(f"the data has a value of the unknown kind {kind!r}")
         return _ARRAYS[kind](arrays[rest[0]], *rest[1:])
 
     return decode(data)
-
-
-def _generator(state: Any) -> np.random.Generator:
-    bits = _GENERATORS[state["bit_generator"]]()
-    bits.state = state
-    return np.random.Generator(bits)
 
 
 def _numpy(array: npt.NDArray[Any], name: str | None = None, shape: Sequence[int] = ()) -> npt.NDArray[Any]:

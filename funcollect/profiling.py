@@ -212,19 +212,17 @@ def _read(
 def _timed(collector: CollectorBase) -> Iterator[list[RolloutTimes]]:
     """Time the rollouts in the block; after it, the yielded list has the times of this process or of each worker."""
     times: list[RolloutTimes] = []
-    if isinstance(collector, SyncDataCollector):
-        stop = timed(collector)
-        try:
-            yield times
-        finally:
+    stop = timed(collector) if isinstance(collector, SyncDataCollector) else None
+    run = collector.run if isinstance(collector, WorkerCollector) else None
+    if run is not None:
+        run.timers(True)
+    try:
+        yield times
+    finally:
+        if stop is not None:
             times.append(stop())
-    elif isinstance(collector, WorkerCollector):
-        collector.run.timers(True)
-        try:
-            yield times
-        finally:
-            if not collector.run.closed:
-                times += [one for one in collector.run.timers(False) if one.frames]
+        if run is not None and not run.closed:
+            times += [one for one in run.timers(False) if one.frames]
 
 
 def _divide(collector: SyncDataCollector, parts: dict[str, float], frames: int) -> None:

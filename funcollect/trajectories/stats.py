@@ -129,13 +129,16 @@ def stats_and_missing(batch: TensorDictBase, previous: EpisodeStats | None) -> t
     elsewhere = {traj_id: so_far for traj_id, so_far in opened.items() if so_far.lane not in present}
     ends = (frames.done & trajectories.whole[of_frame]).nonzero()[:, 0]
     ends = ends[frames.order[ends].argsort()]
+    # Of absent agents it is known at which step they may come.
+    zeros = torch.zeros_like(away.lanes), torch.zeros_like(away.rewards)
+    coming = _opened(away.traj_ids, away.lanes, *zeros, away.steps + 1)
     stats = EpisodeStats(
         returns=_by_player(trajectories.returns[of_frame[ends]]),
         lengths=trajectories.lengths[of_frame[ends]],
         traj_ids=frames.traj_ids[ends],
         lanes=frames.lanes[ends],
         terminated=frames.terminated[ends],
-        open_returns=elsewhere | _away(away) | _unfinished(trajectories),
+        open_returns=elsewhere | coming | _unfinished(trajectories),
     )
     return stats, int((~trajectories.whole).sum())
 
@@ -292,17 +295,13 @@ def _unfinished(trajectories: _Trajectories) -> dict[int, OpenReturn]:
     number = torch.arange(len(of_trajectory))
     newest = torch.full_like(lanes, -1).scatter_reduce_(0, of_trajectory, number, "amax")
     goes_on = trajectories.whole & ~trajectories.ended & (number == newest[of_trajectory])
-    ids, lane, length = (column[goes_on].tolist() for column in trajectories[:3])
-    values, starts = _by_player(trajectories.returns[goes_on]).unbind(), trajectories.starts[goes_on].tolist()
-    return dict(zip(ids, map(OpenReturn, lane, length, values, starts), strict=True))
+    return _opened(*(column[goes_on] for column in trajectories[:5]))
 
 
-def _away(frames: CountedFrames) -> dict[int, OpenReturn]:
-    """What is known of absent agents, by trajectory id: at which step they may come."""
-    values = _by_player(torch.zeros_like(frames.rewards)).unbind()
-    ids, lanes, starts = (column.tolist() for column in (frames.traj_ids, frames.lanes, frames.steps + 1))
-    opened = map(OpenReturn, lanes, [0] * len(ids), values, starts)
-    return dict(zip(ids, opened, strict=True))
+def _opened(ids: Tensor, lanes: Tensor, lengths: Tensor, returns: Tensor, starts: Tensor) -> dict[int, OpenReturn]:
+    """Unfinished trajectories by id, from their numbers, each [G], and returns, [G, players]."""
+    columns = (lanes.tolist(), lengths.tolist(), _by_player(returns).unbind(), starts.tolist())
+    return dict(zip(ids.tolist(), map(OpenReturn, *columns), strict=True))
 
 
 def _by_player(returns: Tensor) -> Tensor:
