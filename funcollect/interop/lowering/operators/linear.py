@@ -140,21 +140,12 @@ def lu_solve(factors, pivots, b, *, left=True, adjoint=False):
     if not left:
         return _adjoint(lu_solve(factors, pivots, _adjoint(b), adjoint=not adjoint))
     factors, b = _batched(factors, b)
-    order = linalg.lu_pivots_to_permutation(pivots - 1, factors.shape[-1])
-    order = jnp.broadcast_to(order, b.shape[:-1])[..., None]
-    if not adjoint:
-        b = jnp.take_along_axis(b, order, -2)
-        b = solve_triangular(factors, b, upper=False, unitriangular=True)
-        return solve_triangular(factors, b, upper=True)
-    b = solve_triangular(_adjoint(factors), b, upper=False)
-    b = solve_triangular(_adjoint(factors), b, upper=True, unitriangular=True)
-    return jnp.take_along_axis(b, jnp.argsort(order, -2), -2)
+    return jax.scipy.linalg.lu_solve((factors, pivots - 1), b, trans=2 if adjoint else 0)
 
 
 def cholesky_solve(b, factor, upper=False):
-    first = _adjoint(factor) if upper else factor
-    halfway = solve_triangular(first, b, upper=False)
-    return solve_triangular(_adjoint(first), halfway, upper=True)
+    factor, b = _batched(factor, b)
+    return jax.scipy.linalg.cho_solve((factor, not upper), b)
 
 
 def _tolerance(x, largest, atol, rtol):

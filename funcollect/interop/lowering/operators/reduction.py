@@ -12,6 +12,9 @@ from funcollect.interop.lowering.operators import Table
 jax = import_jax()
 jnp, lax = jax.numpy, jax.lax
 
+_NAMED_ALIKE = """all.default|dim|dims any.default|dim|dims argmax argmin mean.default|dim prod.default|dim_int
+    sum.default|dim_IntList"""
+
 
 def axes_of(dim):
     """Torch's dimensions as axes of JAX: None stands for all of them, as Torch's empty list does."""
@@ -229,17 +232,11 @@ TABLE: Table = {
     "nanmedian.dim": _picking(_nanmedian),
     "median.dim": _picking(_median),
     "mode": _picking(_mode),
-    "sum.default|dim_IntList": _reduction(jnp.sum),
-    "mean.default|dim": _reduction(jnp.mean),
-    "prod.default|dim_int": _reduction(jnp.prod),
+    **{names: _reduction(getattr(jnp, names.partition(".")[0])) for names in _NAMED_ALIKE.split()},
     "max amax": _reduction(jnp.max),
     "min amin": _reduction(jnp.min),
-    "any.default|dim|dims": _reduction(jnp.any),
-    "all.default|dim|dims": _reduction(jnp.all),
     "max.dim": _picking(partial(jnp.argmax, keepdims=True)),
     "min.dim": _picking(partial(jnp.argmin, keepdims=True)),
-    "argmax": _reduction(jnp.argmax),
-    "argmin": _reduction(jnp.argmin),
     "var_mean.correction": _with_mean(var),
     "std_mean.correction": _with_mean(std),
     "logsumexp": _reduction(jax.nn.logsumexp),

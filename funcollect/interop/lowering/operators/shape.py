@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.operators import Table
@@ -29,17 +29,6 @@ def unfold(x, dim, size, step):
     starts = jnp.arange(0, (x.shape[dim] if x.ndim else 1) - size + 1, step)
     windows = jnp.atleast_1d(x).take(starts[:, None] + jnp.arange(size), dim)
     return jnp.moveaxis(windows, dim % max(x.ndim, 1) + 1, -1) if x.ndim else windows[0]
-
-
-def split(x, size, dim=0):
-    length = x.shape[dim]
-    whole, rest = divmod(length, size) if length else (1, 0)
-    return split_with_sizes(x, [min(size, length)] * whole + [rest] * bool(rest), dim)
-
-
-def split_with_sizes(x, sizes, dim=0):
-    borders = pairwise(accumulate(sizes, initial=0))
-    return [lax.slice_in_dim(x, start, end, axis=dim) for start, end in borders]
 
 
 def to_copy(x, dtype=None):
@@ -150,8 +139,8 @@ TABLE: Table = {
     "expand": expand,
     "unfold": unfold,
     "cat": lambda tensors, dim=0: jnp.concatenate([x for x in tensors if x.shape != (0,)] or tensors, dim),
-    "split.Tensor": split,
-    "split_with_sizes": split_with_sizes,
+    "split.Tensor": lambda x, size, dim=0: jnp.split(x, [*range(size, x.shape[dim], size)] if size else [], dim),
+    "split_with_sizes": lambda x, sizes, dim=0: jnp.split(x, [*accumulate(sizes[:-1])], dim),
     "slice.Tensor": lambda x, dim=0, start=None, end=None, step=1: x[
         (*[slice(None)] * (dim % x.ndim), slice(start, end, step))
     ],
