@@ -6,6 +6,9 @@ where the other branch overflows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.operators import Table
 from funcollect.interop.lowering.operators.reduction import by_channel, in_dtype
@@ -33,28 +36,28 @@ _OF_FLOATS = {
 }  # some of JAX's functions refuse integers or return integers; Torch returns floating-point numbers
 
 
-def _single(x):
+def _single(x: Any) -> Any:
     """Convert halves to single precision, in which Torch combines them with a number before it rounds once."""
     half = getattr(x, "dtype", None) in (jnp.bfloat16, jnp.float16)
     return x.astype(jnp.float32) if half else x
 
 
-def _scaled(alpha, y):
+def _scaled(alpha: Any, y: Any) -> Any:
     """Return ``alpha * y``; Torch rounds the number `alpha` to the dtype of `y`."""
     single = _single(y)
     return alpha * y if single is y else jnp.asarray(alpha, y.dtype).astype(jnp.float32) * single
 
 
-def _is_whole(x):
+def _is_whole(x: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.integer)) or jnp.result_type(x) == jnp.bool_
 
 
-def _with_floats(function):
+def _with_floats(function: Any) -> Any:
     """Return `function` extended to integers: they are converted to floating-point numbers."""
     return lambda *arrays: function(*(x * 1.0 if _is_whole(x) else x for x in arrays))
 
 
-def sign(x):
+def sign(x: Any) -> Any:
     """0 for NaN and -0.0; for a complex number, the number of absolute value 1 in its direction."""
     if jnp.iscomplexobj(x):
         size = jnp.abs(x)
@@ -62,11 +65,11 @@ def sign(x):
     return jnp.where(x > 0, 1, jnp.where(x < 0, -1, 0))
 
 
-def sub(x, y, alpha=1):
+def sub(x: Any, y: Any, alpha: Any = 1) -> Any:
     return x - y if alpha == 1 else _single(x) - _scaled(alpha, y)
 
 
-def div(x, y, rounding_mode=None):
+def div(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
     if rounding_mode == "floor":
         whole = jnp.floor_divide(x, y)
         return whole if _is_whole(whole) else jnp.where(y == 0, lax.stop_gradient(jnp.true_divide(x, y)), whole)
@@ -78,7 +81,7 @@ def div(x, y, rounding_mode=None):
     return lax.div(*jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(y, dtype)))
 
 
-def power(x, y):
+def power(x: Any, y: Any) -> Any:
     if isinstance(y, float) and y.is_integer() and abs(y) < 2**31:
         return lax.integer_pow(x * 1.0, int(y))
     if isinstance(y, float) and y == 0.5:
@@ -86,14 +89,14 @@ def power(x, y):
     return jnp.power(x, y)
 
 
-def clamp(x, low=None, high=None):
+def clamp(x: Any, low: Any = None, high: Any = None) -> Any:
     """As in Torch, the gradient is 1 on a bound, and a bound may be NaN."""
     if low is not None:
         x = jnp.where((x < low) | jnp.isnan(low), low, x)
     return x if high is None else jnp.where((x > high) | jnp.isnan(high), high, x)
 
 
-def lerp(start, end, weight):
+def lerp(start: Any, end: Any, weight: Any) -> Any:
     """Computed from the nearer of the two ends, since they may be infinite."""
     start, end, weight = _single(start), _single(end), _single(weight)
     way = end - start
@@ -104,41 +107,41 @@ _FORWARD = ("backward", "ortho", "forward")  # NumPy's names for no factor, 1/sq
 _INVERSE = ("forward", "ortho", "backward")  # and on an inverse one
 
 
-def complex_(real, imaginary):
+def complex_(real: Any, imaginary: Any) -> Any:
     return lax.complex(*jnp.broadcast_arrays(real, imaginary))
 
 
-def fft(x, dims, normalization, forward):
+def fft(x: Any, dims: Sequence[int], normalization: int, forward: bool) -> Any:
     transform, norms = (jnp.fft.fftn, _FORWARD) if forward else (jnp.fft.ifftn, _INVERSE)
     return transform(x, axes=dims, norm=norms[normalization]) if dims else x
 
 
-def irfft(x, dims, normalization, size):
+def irfft(x: Any, dims: Sequence[int], normalization: int, size: int) -> Any:
     sizes = [*(x.shape[dim] for dim in dims[:-1]), size]
     return jnp.fft.irfftn(x, s=sizes, axes=dims, norm=_INVERSE[normalization])
 
 
-def hardtanh(x, low=-1.0, high=1.0):
+def hardtanh(x: Any, low: float = -1.0, high: float = 1.0) -> Any:
     """The gradient is 0 on a bound."""
     inside = (x > low) & (x < high)
     return jnp.where(inside, x, jax.lax.stop_gradient(jnp.clip(x, low, high)))
 
 
-def softplus(x, beta=1.0, threshold=20.0):
+def softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
     scaled = x * beta
     return jnp.where(scaled > threshold, x, nn.softplus(scaled) / beta)
 
 
-def elu(x, alpha=1.0, scale=1.0, input_scale=1.0):
+def elu(x: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Any:
     below = jnp.where(x > 0, 0.0, x)
     return jnp.where(x > 0, scale * x, scale * alpha * jnp.expm1(below * input_scale))
 
 
-def leaky_relu(x, slope=0.01):
+def leaky_relu(x: Any, slope: Any = 0.01) -> Any:
     return jnp.where(x > 0, x, slope * x)
 
 
-def rrelu(x, lower=0.125, upper=1 / 3, training=False):
+def rrelu(x: Any, lower: float = 0.125, upper: float = 1 / 3, training: bool = False) -> Any:
     if training:
         raise ValueError("it draws random slopes in training mode: call module.eval() first")
     return leaky_relu(x, (lower + upper) / 2)

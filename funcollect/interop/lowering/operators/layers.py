@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,17 @@ jax = import_jax()
 jnp, lax, nn = jax.numpy, jax.lax, jax.nn
 
 
-def convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
+def convolution(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Any:
     rank = x.ndim - 2
     stride, padding, dilation = _each(stride, rank), _each(padding, rank), _each(dilation, rank)
     if transposed:
@@ -27,7 +38,7 @@ def convolution(x, weight, bias, stride, padding, dilation, transposed, output_p
     return scaled(result, None, by_channel(bias, x))
 
 
-def _transposed(x, weight, stride, padding, dilation, output_padding, groups):
+def _transposed(x: Any, weight: Any, stride: Any, padding: Any, dilation: Any, output_padding: Any, groups: int) -> Any:
     """A convolution over the input, spread out by the stride, with the kernel [in, out/groups, *k] flipped."""
     kernel = weight.shape[2:]
     split = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
@@ -37,7 +48,7 @@ def _transposed(x, weight, stride, padding, dilation, output_padding, groups):
     return _channels_last(x, turned, [1] * len(kernel), pads, stride, dilation, groups)
 
 
-def _channels_last(x, weight, stride, pads, spread, dilation, groups):
+def _channels_last(x: Any, weight: Any, stride: Any, pads: Any, spread: Any, dilation: Any, groups: int) -> Any:
     """A convolution that is computed with channels last, for which XLA on the CPU has fast kernels."""
     space = "DHW"[5 - x.ndim :]
     last, kernel = (0, *range(2, x.ndim), 1), (*range(2, x.ndim), 1, 0)
@@ -54,13 +65,13 @@ def _channels_last(x, weight, stride, pads, spread, dilation, groups):
     return jnp.moveaxis(result, -1, 1)
 
 
-def _each(given, rank):
+def _each(given: Any, rank: int) -> list[int]:
     """One number for each dimension, from a number for all, a sequence of one or of `rank` numbers, or an empty one."""
     values = list(given) if isinstance(given, Sequence) else [given]
     return values * rank if len(values) == 1 else values
 
 
-def _pads(size, kernel, stride, padding, dilation, ceil):
+def _pads(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> tuple[int, int]:
     """The padding before and after, so that as many windows fit as in Torch."""
     reach = dilation * (kernel - 1) + 1
     room = size + 2 * padding - reach
@@ -70,14 +81,16 @@ def _pads(size, kernel, stride, padding, dilation, ceil):
     return padding, max(0, (windows - 1) * stride + reach - size - padding)  # JAX has no gradient of a cut
 
 
-def _windows(x, start, function, kernel, stride, pads):
+def _windows(x: Any, start: Any, function: Any, kernel: Any, stride: Any, pads: Any) -> Any:
     """Reduce each window over the last axes [..., *space] by a function of two numbers, from `start` on."""
     lead = x.ndim - len(kernel)
     ones = [1] * lead
     return lax.reduce_window(x, start, function, [*ones, *kernel], [*ones, *stride], [(0, 0)] * lead + pads)
 
 
-def _max_pool(rank, x, kernel, stride=(), padding=0, dilation=1, ceil_mode=False):
+def _max_pool(
+    rank: int, x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+) -> Any:
     kernel, padding, dilation = _each(kernel, rank), _each(padding, rank), _each(dilation, rank)
     stride = _each(stride, rank) or kernel
     sizes = zip(x.shape[-rank:], kernel, stride, padding, dilation, strict=True)
@@ -88,7 +101,7 @@ def _max_pool(rank, x, kernel, stride=(), padding=0, dilation=1, ceil_mode=False
     return _windows(x, low, lax.max, kernel, stride, pads)
 
 
-def _dilated_max(x, low, kernel, stride, pads, dilation):
+def _dilated_max(x: Any, low: Any, kernel: Any, stride: Any, pads: Any, dilation: Any) -> Any:
     """The largest element of each dilated window; all the gradient goes to the first of equal ones."""
     lead = x.ndim - len(kernel)
     padded = jnp.pad(x, [(0, 0)] * lead + pads, constant_values=low)
@@ -101,12 +114,21 @@ def _dilated_max(x, low, kernel, stride, pads, dilation):
     return jnp.take_along_axis(stacked, stacked.argmax(0, keepdims=True), 0)[0]
 
 
-def _avg_pool(rank, x, kernel, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
+def _avg_pool(
+    rank: int,
+    x: Any,
+    kernel: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
     kernel, padding = _each(kernel, rank), _each(padding, rank)
     stride = _each(stride, rank) or kernel
     pads = [_pads(*size, 1, ceil_mode) for size in zip(x.shape[-rank:], kernel, stride, padding, strict=True)]
 
-    def total(y, pads):
+    def total(y: Any, pads: Any) -> Any:
         return _windows(y, np.zeros((), y.dtype), lax.add, kernel, stride, pads)
 
     summed = total(x, pads)
@@ -119,7 +141,7 @@ def _avg_pool(rank, x, kernel, stride=(), padding=0, ceil_mode=False, count_incl
     return summed / total(counted, pads)
 
 
-def _adaptive_pool(function, rank, x, output_size):
+def _adaptive_pool(function: Callable[..., Any], rank: int, x: Any, output_size: Any) -> Any:
     """`x` [..., *space] reduced by `function` (mean or max) over `output_size` windows of nearly equal size."""
     for axis, wanted in zip(range(x.ndim - rank, x.ndim), _each(output_size, rank), strict=True):
         size = x.shape[axis]
@@ -134,7 +156,7 @@ def _adaptive_pool(function, rank, x, output_size):
     return x
 
 
-def _with_indices(pool):
+def _with_indices(pool: Callable[..., Any]) -> Callable[..., Any]:
     """A rule for an operator that also returns the indices of the values, which are not computed."""
     return lambda *arguments: (pool(*arguments), None)
 
@@ -142,7 +164,7 @@ def _with_indices(pool):
 # A cell returns the next state for the input's gates, the hidden state's gates, and the state.
 
 
-def _gru(from_input, from_hidden, hidden):
+def _gru(from_input: Any, from_hidden: Any, hidden: Any) -> Any:
     reset_in, update_in, new_in = jnp.split(from_input, 3, -1)
     reset_hid, update_hid, new_hid = jnp.split(from_hidden, 3, -1)
     update = nn.sigmoid(update_in + update_hid)
@@ -150,32 +172,34 @@ def _gru(from_input, from_hidden, hidden):
     return new + update * (hidden - new)
 
 
-def _lstm(from_input, from_hidden, state):
+def _lstm(from_input: Any, from_hidden: Any, state: Any) -> Any:
     entry, forget, new, output = jnp.split(from_input + from_hidden, 4, -1)
     cell = nn.sigmoid(forget) * state[1] + nn.sigmoid(entry) * jnp.tanh(new)
     return nn.sigmoid(output) * jnp.tanh(cell), cell
 
 
-def _elman(activation):
+def _elman(activation: Callable[[Any], Any]) -> Callable[..., Any]:
     return lambda from_input, from_hidden, hidden: activation(from_input + from_hidden)
 
 
-def _hidden(state):
+def _hidden(state: Any) -> Any:
     return state[0] if isinstance(state, tuple) else state
 
 
-def _step(cell, x, state, w_in, w_hid, b_in=None, b_hid=None):
+def _step(
+    cell: Callable[..., Any], x: Any, state: Any, w_in: Any, w_hid: Any, b_in: Any = None, b_hid: Any = None
+) -> Any:
     """The state after one step of a cell, from an input [B, in] and a state [B, hidden], of an LSTM a pair of these."""
     state = tuple(state) if isinstance(state, list) else state
     return cell(linear(x, w_in, b_in), linear(_hidden(state), w_hid, b_hid), state)
 
 
-def _run(cell, x, state, weights, reverse):
+def _run(cell: Callable[..., Any], x: Any, state: Any, weights: list[Any], reverse: bool) -> tuple[Any, Any]:
     """One layer in one direction [T, B, in] -> [T, B, hidden], and the last state."""
     w_in, w_hid, b_in, b_hid = weights[:4]
     from_input = linear(x, w_in, b_in)  # one product for all steps
 
-    def step(state, gates):
+    def step(state: Any, gates: Any) -> tuple[Any, Any]:
         state = cell(gates, linear(_hidden(state), w_hid, b_hid), state)
         if len(weights) > 4:  # an LSTM with a projection
             state = (linear(state[0], weights[4]), *state[1:])
@@ -188,7 +212,18 @@ def _run(cell, x, state, weights, reverse):
     return outputs, state
 
 
-def _layers(cell, x, states, params, biased, layers, dropout, train, both_ways, batch_first):
+def _layers(
+    cell: Callable[..., Any],
+    x: Any,
+    states: Any,
+    params: list[Any],
+    biased: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    both_ways: bool,
+    batch_first: bool,
+) -> tuple[Any, ...]:
     """Layers over time. Returns the outputs, and the last states stacked over layers and directions."""
     if train and dropout and layers > 1:
         raise ValueError("it drops activations between its layers in training mode: call module.eval() first")
@@ -220,13 +255,13 @@ _NEAREST = 1
 _CUBIC = -0.75  # the free parameter of the cubic kernel, as Torch has it
 
 
-def _clipped(at, size):
+def _clipped(at: Any, size: int) -> Any:
     """Clip a position to the image. The gradient is 0 on the border and beyond, and NaN becomes 0."""
     inside = (at > 0) & (at < size - 1)
     return jnp.where(inside, at, jax.lax.stop_gradient(jnp.where(at > 0, jnp.minimum(at, size - 1.0), 0.0)))
 
 
-def _reflected(at, size, align_corners):
+def _reflected(at: Any, size: int, align_corners: bool) -> Any:
     """Reflect a position at the borders until it lies in the image."""
     low, span = (0.0, size - 1.0) if align_corners else (-0.5, float(size))
     if not span:
@@ -237,33 +272,33 @@ def _reflected(at, size, align_corners):
     return _clipped(jnp.where(flips % 2 == 0, rest, span - rest) + low, size)
 
 
-def _nearest(at, size, pad):
+def _nearest(at: Any, size: int, pad: Callable[[Any, int], Any]) -> tuple[Any, Any]:
     place = jnp.round(pad(at, size))
     return place[None], jnp.ones_like(place)[None]
 
 
-def _linear(at, size, pad):
+def _linear(at: Any, size: int, pad: Callable[[Any, int], Any]) -> tuple[Any, Any]:
     at = pad(at, size)
     floor = jnp.floor(at)
     return jnp.stack([floor, floor + 1]), jnp.stack([floor + 1 - at, at - floor])
 
 
-def _cubic(at, size, pad):
+def _cubic(at: Any, size: int, pad: Callable[[Any, int], Any]) -> tuple[Any, Any]:
     """The four taps of cubic interpolation at the points `at` [*out]; padding moves the pixels, but not the points."""
     floor = jnp.floor(at)
     t, a = at - floor, _CUBIC
 
-    def near(x):
+    def near(x: Any) -> Any:
         return ((a + 2) * x - (a + 3)) * x * x + 1
 
-    def far(x):
+    def far(x: Any) -> Any:
         return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
 
     places = jnp.stack([pad(floor + offset, size) for offset in (-1, 0, 1, 2)])
     return places, jnp.stack([far(t + 1), near(t), near(1 - t), far(2 - t)])
 
 
-def _weighed(image, taps):
+def _weighed(image: Any, taps: list[tuple[Any, Any]]) -> Any:
     """The weighted sum [C, *out] of the pixels of one image [C, *in] over all combinations of its axes' taps."""
     rank, total, inside = len(taps), 1.0, True
     indices = []
@@ -276,15 +311,15 @@ def _weighed(image, taps):
     return jnp.where(inside, pixels * total, 0).sum(range(1, rank + 1))
 
 
-def grid_sampler(x, grid, interpolation, padding, align_corners):
+def grid_sampler(x: Any, grid: Any, interpolation: int, padding: int, align_corners: bool) -> Any:
     taps = (_linear, _nearest, _cubic)[interpolation]
 
-    def pad(at, size):
+    def pad(at: Any, size: int) -> Any:
         if padding == _BORDER:
             return _clipped(at, size)
         return _reflected(at, size, align_corners) if padding == _REFLECTION else at
 
-    def one(image, grid):
+    def one(image: Any, grid: Any) -> Any:
         axes = list(enumerate(image.shape[1:], start=1))
         places = []  # in pixels: -1 and 1 are the centres of the outermost ones, or their outer edges
         for axis, size in axes:

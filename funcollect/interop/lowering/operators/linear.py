@@ -7,6 +7,7 @@ Torch's intermediate factors, which no public function returns, are None here.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.operators import Rule, Table
@@ -16,21 +17,21 @@ jax = import_jax()
 jnp, linalg = jax.numpy, jax.lax.linalg
 
 
-def linear(x, weight, bias=None):
+def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     return scaled(jnp.matmul(x, weight.T), None, bias)
 
 
-def matmul_to(x, y, dtype):
+def matmul_to(x: Any, y: Any, dtype: Any) -> Any:
     return jnp.matmul(x, y, preferred_element_type=dtype)
 
 
-def addmm(bias, x, y, beta=1, alpha=1, dtype=None):
+def addmm(bias: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1, dtype: Any = None) -> Any:
     product = matmul_to(x, y, dtype)
     product = product if alpha == 1 else alpha * product
     return product + (bias if beta == 1 else beta * bias)
 
 
-def cdist(x, y, p, mode=None):
+def cdist(x: Any, y: Any, p: float, mode: Any = None) -> Any:
     apart = x[..., :, None, :] - y[..., None, :, :]
     if math.isinf(p) or p == 0:
         return vector_norm(apart, p, -1).astype(apart.dtype)
@@ -39,7 +40,17 @@ def cdist(x, y, p, mode=None):
     return root((apart**2).sum(-1))
 
 
-def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
     if dropout_p:
         raise ValueError("it drops weights in training mode: call module.eval() first")
     if enable_gqa:
@@ -55,7 +66,7 @@ def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
     return jnp.matmul(jax.nn.softmax(scores if attn_mask is None else scores + attn_mask, -1), value)
 
 
-def _adjoint(x):
+def _adjoint(x: Any) -> Any:
     return jnp.conj(x.mT)
 
 
@@ -63,28 +74,28 @@ _hermitian = jax.custom_jvp(lambda x: x)  # where only one triangle is read, Tor
 _hermitian.defjvp(lambda primals, tangents: (primals[0], (tangents[0] + _adjoint(tangents[0])) / 2))
 
 
-def _first(failed):
+def _first(failed: Any) -> Any:
     """LAPACK's error code [...] from `failed` [..., n]: the first index that is True, counted from 1, or 0 for none."""
     if not failed.shape[-1]:
         return jnp.zeros(failed.shape[:-1], jnp.int32)
     return jnp.where(failed.any(-1), failed.argmax(-1) + 1, 0)
 
 
-def cholesky_ex(x, *, upper=False, check_errors=False):
+def cholesky_ex(x: Any, *, upper: bool = False, check_errors: bool = False) -> Any:
     source = _hermitian(_adjoint(x) if upper else x)
     lower = linalg.cholesky(source, symmetrize_input=False)
     failed = jnp.isnan(lower).any((-1, -2))
     return _adjoint(lower) if upper else lower, failed
 
 
-def lu_factor_ex(x, *, pivot=True, check_errors=False):
+def lu_factor_ex(x: Any, *, pivot: bool = True, check_errors: bool = False) -> Any:
     if not pivot:
         raise ValueError("only factorisations with pivoting are covered: leave out pivot=False")
     factors, pivots, _ = linalg.lu(x)
     return factors, pivots + 1, _first(jnp.diagonal(factors, axis1=-2, axis2=-1) == 0)
 
 
-def lu_unpack(factors, pivots, unpack_data=True, unpack_pivots=True):
+def lu_unpack(factors: Any, pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True) -> Any:
     rows, columns = factors.shape[-2:]
     least = min(rows, columns)
     lower = jnp.tril(factors[..., :least], -1) + jnp.eye(rows, least, dtype=factors.dtype)
@@ -92,12 +103,12 @@ def lu_unpack(factors, pivots, unpack_data=True, unpack_pivots=True):
     return jax.nn.one_hot(order, rows, dtype=factors.dtype).mT, lower, jnp.triu(factors[..., :least, :])
 
 
-def _reflected(vectors, scales, onto, conjugate=False):
+def _reflected(vectors: Any, scales: Any, onto: Any, conjugate: bool = False) -> Any:
     """A product of Householder reflections [*B, m, k], with scales [*B, k], times matrices [*B, m, n]."""
     rows, count = vectors.shape[-2], scales.shape[-1]
     unit = jnp.tril(vectors[..., :count], -1) + jnp.eye(rows, count, dtype=vectors.dtype)
 
-    def step(result, one):
+    def step(result: Any, one: Any) -> Any:
         vector, scale = one
         product = jnp.einsum("...m,...mn->...n", jnp.conj(vector), result)
         return result - scale[..., None, None] * vector[..., None] * product[..., None, :], None
@@ -107,48 +118,48 @@ def _reflected(vectors, scales, onto, conjugate=False):
     return jax.lax.scan(step, onto, steps, reverse=not conjugate)[0]
 
 
-def ormqr(vectors, scales, other, left=True, transpose=False):
+def ormqr(vectors: Any, scales: Any, other: Any, left: bool = True, transpose: bool = False) -> Any:
     if left:
         return _reflected(vectors, scales, other, transpose)
     return _adjoint(_reflected(vectors, scales, _adjoint(other), not transpose))
 
 
-def solve_ex(a, b, *, left=True, check_errors=False):
+def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -> Any:
     vectors = b.ndim == 1 or b.shape == a.shape[:-1]
     b = b[..., None] if vectors else b
     solved = jnp.linalg.solve(a, b) if left else jnp.linalg.solve(a.mT, b.mT).mT
     return solved[..., 0] if vectors else solved, None, None, lu_factor_ex(a)[2]
 
 
-def _batched(a, b):
+def _batched(a: Any, b: Any) -> tuple[Any, Any]:
     batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return jnp.broadcast_to(a, batch + a.shape[-2:]), jnp.broadcast_to(b, batch + b.shape[-2:])
 
 
-def solve_triangular(a, b, *, upper, left=True, unitriangular=False):
+def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:
     a, b = _batched(a, b)
     return linalg.triangular_solve(a, b, left_side=left, lower=not upper, unit_diagonal=unitriangular)
 
 
-def triangular(b, a, upper=True, transpose=False, unitriangular=False):
+def triangular(b: Any, a: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False) -> Any:
     a, b = _batched(a, b)
     options = {"lower": not upper, "transpose_a": transpose, "unit_diagonal": unitriangular}
     return linalg.triangular_solve(a, b, left_side=True, **options), a
 
 
-def lu_solve(factors, pivots, b, *, left=True, adjoint=False):
+def lu_solve(factors: Any, pivots: Any, b: Any, *, left: bool = True, adjoint: bool = False) -> Any:
     if not left:
         return _adjoint(lu_solve(factors, pivots, _adjoint(b), adjoint=not adjoint))
     factors, b = _batched(factors, b)
     return jax.scipy.linalg.lu_solve((factors, pivots - 1), b, trans=2 if adjoint else 0)
 
 
-def cholesky_solve(b, factor, upper=False):
+def cholesky_solve(b: Any, factor: Any, upper: bool = False) -> Any:
     factor, b = _batched(factor, b)
     return jax.scipy.linalg.cho_solve((factor, not upper), b)
 
 
-def _tolerance(x, largest, atol, rtol):
+def _tolerance(x: Any, largest: Any, atol: Any, rtol: Any) -> Any:
     """The singular value [*B] up to which others count as zero."""
     if rtol is None:
         default = max(x.shape[-2:]) * jnp.finfo(x.dtype).eps
@@ -156,7 +167,7 @@ def _tolerance(x, largest, atol, rtol):
     return jnp.maximum(rtol * largest, 0.0 if atol is None else atol)
 
 
-def pinv(x, rtol=None, hermitian=False, *, atol=None):
+def pinv(x: Any, rtol: Any = None, hermitian: bool = False, *, atol: Any = None) -> Any:
     if not x.size:
         return x.mT
     if atol is not None:
@@ -166,7 +177,7 @@ def pinv(x, rtol=None, hermitian=False, *, atol=None):
     return jnp.linalg.pinv(x, rtol=rtol, hermitian=hermitian)
 
 
-def matrix_rank(x, *, atol=None, rtol=None, hermitian=False):
+def matrix_rank(x: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool = False) -> Any:
     if not x.size:
         return jnp.zeros(x.shape[:-2], int)
     values = jnp.linalg.svd(x, compute_uv=False)

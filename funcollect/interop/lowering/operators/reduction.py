@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.operators import Table
@@ -16,34 +17,34 @@ _NAMED_ALIKE = """all.default|dim|dims any.default|dim|dims argmax argmin mean.d
     sum.default|dim_IntList"""
 
 
-def axes_of(dim):
+def axes_of(dim: Any) -> Any:
     """Torch's dimensions as axes of JAX: None stands for all of them, as Torch's empty list does."""
     return (tuple(dim) or None) if isinstance(dim, Sequence) else dim
 
 
-def in_dtype(x, dtype):
+def in_dtype(x: Any, dtype: Any) -> Any:
     """`x` cast to `dtype`, if it is given."""
     return x if dtype is None else x.astype(dtype)
 
 
-def root(x, degree=2):
+def root(x: Any, degree: float = 2) -> Any:
     """A root of numbers that are not negative; as in Torch, the gradient of a norm or deviation is 0 at 0."""
     positive = x > 0
     safe = jnp.where(positive, x, 1)
     return jnp.where(positive, jnp.sqrt(safe) if degree == 2 else safe ** (1 / degree), x)
 
 
-def _reduction(function):
+def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
     """A rule with Torch's arguments that reduces by a function of JAX with `axis` and `keepdims`."""
     return lambda x, dim=None, keepdim=False, dtype=None: function(
         in_dtype(x, dtype), axis=axes_of(dim), keepdims=keepdim
     )
 
 
-def _picking(places):
+def _picking(places: Callable[..., Any]) -> Callable[..., Any]:
     """A rule for the values at `places` [..., 1, ...] along a dimension, and these; the values get all the gradient."""
 
-    def rule(x, dim=-1, keepdim=False):
+    def rule(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
         if not x.ndim:
             return x, jnp.zeros((), int)
         place = places(x, dim)
@@ -53,15 +54,15 @@ def _picking(places):
     return rule
 
 
-def var(x, dim=None, correction=1, keepdim=False):
+def var(x: Any, dim: Any = None, correction: Any = 1, keepdim: bool = False) -> Any:
     return jnp.var(x, axis=axes_of(dim), ddof=1 if correction is None else correction, keepdims=keepdim)
 
 
-def std(x, dim=None, correction=1, keepdim=False):
+def std(x: Any, dim: Any = None, correction: Any = 1, keepdim: bool = False) -> Any:
     return root(var(x, dim, correction, keepdim))
 
 
-def _with_mean(spread):
+def _with_mean(spread: Callable[..., Any]) -> Callable[..., Any]:
     """A rule that returns the variance or standard deviation, as `spread` computes it, and the mean."""
     return lambda x, dim=None, correction=1, keepdim=False: (
         spread(x, dim, correction, keepdim),
@@ -69,29 +70,29 @@ def _with_mean(spread):
     )
 
 
-def _scan(function):
+def _scan(function: Callable[..., Any]) -> Callable[..., Any]:
     """A rule for a scan, which counts in whole numbers of JAX's own size, unless another dtype is given."""
 
-    def rule(x, dim, dtype=None):
+    def rule(x: Any, dim: int, dtype: Any = None) -> Any:
         whole = int if x.dtype == bool or jnp.issubdtype(x.dtype, jnp.integer) else x.dtype
         return function(jnp.atleast_1d(x), dim, dtype=dtype or whole).reshape(x.shape)
 
     return rule
 
 
-def topk(x, k, dim=-1, largest=True, sorted=True):  # noqa: A002
+def topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:  # noqa: A002
     moved = jnp.moveaxis(x, dim, -1)
     order = jnp.argsort(moved, axis=-1, stable=True, descending=largest)[..., :k]
     values = jnp.take_along_axis(moved, order, -1)
     return jnp.moveaxis(values, -1, dim), jnp.moveaxis(order, -1, dim)
 
 
-def sort(x, dim=-1, descending=False, *, stable=None):
+def sort(x: Any, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> Any:
     order = jnp.argsort(x, axis=dim, stable=True, descending=descending)
     return jnp.take_along_axis(x, order, dim), order
 
 
-def _ranked(x, rank, dim):
+def _ranked(x: Any, rank: Any, dim: int) -> Any:
     """The place [..., 1, ...] of the element of this rank along a dimension; NaN ranks last."""
     order = jnp.argsort(lax.stop_gradient(x), axis=dim, stable=True)
     sizes = list(x.shape)
@@ -99,19 +100,19 @@ def _ranked(x, rank, dim):
     return jnp.take_along_axis(order, jnp.broadcast_to(rank, sizes), dim)
 
 
-def _nanmedian(x, dim):
+def _nanmedian(x: Any, dim: int) -> Any:
     """The place of the lower median; NaN does not count."""
     count = (~jnp.isnan(x)).sum(dim, keepdims=True)
     return _ranked(x, jnp.maximum(count - 1, 0) // 2, dim)
 
 
-def _median(x, dim):
+def _median(x: Any, dim: int) -> Any:
     """The place of the lower median, or of a NaN if there is one."""
     place, missing = _ranked(x, (x.shape[dim] - 1) // 2, dim), jnp.isnan(x)
     return jnp.where(missing.any(dim, keepdims=True), missing.argmax(dim, keepdims=True), place)
 
 
-def _shared_jvp(primals, tangents):
+def _shared_jvp(primals: Any, tangents: Any) -> Any:
     """The derivative rule of `_shared`: the tangent is the mean of those of the elements that equal the value."""
     value, x = primals
     same = (x == value) | (jnp.isnan(x) & jnp.isnan(value))
@@ -122,10 +123,10 @@ _shared = jax.custom_jvp(lambda value, x: value)  # a value in an array: all ele
 _shared.defjvp(_shared_jvp)
 
 
-def _of_all(places):
+def _of_all(places: Callable[..., Any]) -> Callable[..., Any]:
     """A rule for a median of all elements; those that equal it share its gradient."""
 
-    def rule(x):
+    def rule(x: Any) -> Any:
         if not x.size:
             return jnp.asarray(jnp.nan, x.dtype)
         return _shared(lax.stop_gradient(_picking(places)(x.ravel())[0]), x)
@@ -133,7 +134,7 @@ def _of_all(places):
     return rule
 
 
-def _mode(x, dim):
+def _mode(x: Any, dim: int) -> Any:
     """The last place of the most frequent value; among equally frequent values, of the smallest."""
     moved = lax.stop_gradient(jnp.moveaxis(x, dim, -1))
     same = moved[..., :, None] == moved[..., None, :]
@@ -144,14 +145,14 @@ def _mode(x, dim):
     return jnp.moveaxis(last, -1, dim)
 
 
-def _running(further):
+def _running(further: Callable[..., Any]) -> Callable[..., Any]:
     """Return a scan for the running extreme and its place: the last of equal values, and NaN from the first NaN on."""
 
-    def scan(x, dim):
+    def scan(x: Any, dim: int) -> Any:
         if not x.ndim:
             return x, jnp.zeros((), int)
 
-        def combine(left, right):
+        def combine(left: Any, right: Any) -> Any:
             (one, at_one), (two, at_two) = left, right
             later = jnp.isnan(two) | (~jnp.isnan(one) & further(two, one))
             return jnp.where(later, two, one), jnp.where(later, at_two, at_one)
@@ -163,54 +164,58 @@ def _running(further):
     return scan
 
 
-def scaled(x, weight, bias):
+def scaled(x: Any, weight: Any, bias: Any) -> Any:
     """Return x * weight + bias; either may be None."""
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
 
 
-def by_channel(vector, x):
+def by_channel(vector: Any, x: Any) -> Any:
     """A vector [C], or None, in a shape that broadcasts with channels [N, C, *space]."""
     return None if vector is None else vector.reshape(-1, *[1] * (x.ndim - 2))
 
 
-def _standard(x, axes, eps):
+def _standard(x: Any, axes: Any, eps: float) -> tuple[Any, Any, Any]:
     """`x` normalised to mean 0 and variance 1 over the axes, its mean, and the reciprocal of its deviation."""
     mean = x.mean(axes, keepdims=True)
     scale = lax.rsqrt(jnp.square(x - mean).mean(axes, keepdims=True) + eps)
     return (x - mean) * scale, mean, scale
 
 
-def native_layer_norm(x, shape, weight=None, bias=None, eps=1e-05):
+def native_layer_norm(
+    x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-05
+) -> tuple[Any, Any, Any]:
     normal, mean, scale = _standard(x, tuple(range(-len(shape), 0)), eps)
     return scaled(normal, weight, bias), mean, scale
 
 
-def rms_norm(x, shape, weight=None, eps=None):
+def rms_norm(x: Any, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
     eps = float(jnp.finfo(x.dtype).eps) if eps is None else eps
     square = jnp.square(x).mean(tuple(range(-len(shape), 0)), keepdims=True)
     return scaled(x * lax.rsqrt(square + eps), weight, None)
 
 
-def native_group_norm(x, weight, bias, n, channels, space, groups, eps):
+def native_group_norm(
+    x: Any, weight: Any, bias: Any, n: int, channels: int, space: int, groups: int, eps: float
+) -> tuple[Any, Any, Any]:
     normal, mean, scale = _standard(x.reshape(n, groups, -1), -1, eps)
     normal = scaled(normal.reshape(x.shape), by_channel(weight, x), by_channel(bias, x))
     return normal, mean[..., 0], scale[..., 0]
 
 
-def batch_norm(x, weight, bias, mean, variance, momentum, eps):
+def batch_norm(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float) -> Any:
     scale = lax.rsqrt(variance + eps)
     normal = (x - by_channel(mean, x)) * by_channel(scale, x)
     empty = jnp.zeros(0, x.dtype)
     return scaled(normal, by_channel(weight, x), by_channel(bias, x)), empty, empty
 
 
-def batch_norm_of_batch(x, weight, bias, training, momentum, eps):
+def batch_norm_of_batch(x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> Any:
     normal, mean, scale = _standard(x, (0, *range(2, x.ndim)), eps)
     return scaled(normal, by_channel(weight, x), by_channel(bias, x)), mean.ravel(), scale.ravel()
 
 
-def vector_norm(x, ord=2, dim=None, keepdim=False, dtype=None):  # noqa: A002
+def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:  # noqa: A002
     """As in Torch, its gradient is 0 at 0."""
     x = in_dtype(x, dtype)
     axes, size = axes_of(dim), jnp.abs(x)

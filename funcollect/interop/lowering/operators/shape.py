@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.operators import Table
@@ -14,24 +15,24 @@ jnp, lax = jax.numpy, jax.lax
 _NAMED_ALIKE = "diagonal flip full full_like ones ones_like squeeze stack tril triu"
 
 
-def squeeze(x, dims):
+def squeeze(x: Any, dims: Any) -> Any:
     wanted = dims if isinstance(dims, Sequence) else [dims]
     return jnp.squeeze(x, tuple(dim for dim in wanted if x.ndim and x.shape[dim] == 1))
 
 
-def expand(x, shape, implicit=False):
+def expand(x: Any, shape: Sequence[int], implicit: bool = False) -> Any:
     lead = len(shape) - x.ndim
     sizes = [x.shape[i - lead] if wanted == -1 else wanted for i, wanted in enumerate(shape)]
     return jnp.broadcast_to(x, sizes)
 
 
-def unfold(x, dim, size, step):
+def unfold(x: Any, dim: int, size: int, step: int) -> Any:
     starts = jnp.arange(0, (x.shape[dim] if x.ndim else 1) - size + 1, step)
     windows = jnp.atleast_1d(x).take(starts[:, None] + jnp.arange(size), dim)
     return jnp.moveaxis(windows, dim % max(x.ndim, 1) + 1, -1) if x.ndim else windows[0]
 
 
-def to_copy(x, dtype=None):
+def to_copy(x: Any, dtype: Any = None) -> Any:
     """Cast as Torch does: integers round towards zero, and of complex numbers the real part is kept."""
     if dtype is None:
         return x
@@ -40,7 +41,7 @@ def to_copy(x, dtype=None):
     return x.astype(dtype)
 
 
-def _widths(x, pad):
+def _widths(x: Any, pad: Sequence[int]) -> list[tuple[int, int]]:
     """Torch's padding, which begins with the last axis, as one pair for each axis."""
     pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)]
     return [(0, 0)] * (x.ndim - len(pairs)) + pairs[::-1]
@@ -50,7 +51,7 @@ _REDUCE = {"sum": "add", "prod": "multiply", "amax": "max", "amin": "min"}
 _MEAN, _MAXIMUM = 1, 2  # modes of an embedding bag in Torch, where 0 is the sum
 
 
-def embedding(weight, indices, padding=-1, scale=False, sparse=False):
+def embedding(weight: Any, indices: Any, padding: int = -1, scale: bool = False, sparse: bool = False) -> Any:
     """Rows of a table; the row of the padding has no gradient."""
     rows = jnp.take(weight, indices, 0)
     if padding < 0:
@@ -59,8 +60,16 @@ def embedding(weight, indices, padding=-1, scale=False, sparse=False):
 
 
 def embedding_bag(
-    weight, indices, offsets, scale=False, mode=0, sparse=False, weights=None, last_offset=False, padding=-1
-):
+    weight: Any,
+    indices: Any,
+    offsets: Any,
+    scale: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    weights: Any = None,
+    last_offset: bool = False,
+    padding: int = -1,
+) -> Any:
     if scale:
         raise ValueError("gradients scaled by frequency are not covered: leave out scale_grad_by_freq=True")
     bags = offsets.shape[0] - last_offset
@@ -76,24 +85,24 @@ def embedding_bag(
     return total / jnp.maximum(counts, 1) if mode == _MEAN else total, None, None, None
 
 
-def one_hot(indices, num_classes=-1):
+def one_hot(indices: Any, num_classes: int = -1) -> Any:
     if num_classes < 0:
         raise ValueError("the number of classes would depend on data: pass num_classes")
     return jax.nn.one_hot(indices, num_classes, dtype=indices.dtype)
 
 
-def _along(index, dim):
+def _along(index: Any, dim: int) -> tuple[Any, ...]:
     """The full index of each element of `index`, which holds indices along one axis."""
     grid = list(jnp.indices(index.shape, sparse=True))
     grid[dim] = index
     return tuple(grid)
 
 
-def _full(indices):
+def _full(indices: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(slice(None) if each is None else each for each in indices)
 
 
-def index_put(x, indices, values, accumulate=False):
+def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
     mask = indices[0]
     if len(indices) == 1 and mask.dtype == bool and jnp.ndim(values) == 0:
         mask = mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
@@ -102,24 +111,24 @@ def index_put(x, indices, values, accumulate=False):
     return at.add(values) if accumulate else at.set(values)
 
 
-def scatter(x, dim, index, src, *, reduce="set"):
+def scatter(x: Any, dim: int, index: Any, src: Any, *, reduce: str = "set") -> Any:
     part = src[tuple(map(slice, index.shape))] if jnp.ndim(src) else src
     return getattr(x.at[_along(index, dim)], reduce)(part)
 
 
-def scatter_reduce(x, dim, index, src, reduce, *, include_self=True):
+def scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
     if reduce not in _REDUCE or not include_self:
         raise ValueError(f"{reduce!r} with include_self={include_self} is not covered: use one of {list(_REDUCE)}")
     return scatter(x, dim, index, src, reduce=_REDUCE[reduce])
 
 
-def _slices(x, dim, at, src, reduce="set"):
+def _slices(x: Any, dim: int, at: Any, src: Any, reduce: str = "set") -> Any:
     """`x` with slices along one axis set to those of `src`, or combined with them; a number `at` selects one slice."""
     moved = jnp.moveaxis(src, dim, 0) if src.ndim == x.ndim else src
     return jnp.moveaxis(getattr(jnp.moveaxis(x, dim, 0).at[at], reduce)(moved), 0, dim)
 
 
-def linspace(start, end, steps, *, dtype=None):
+def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None) -> Any:
     """The same with Torch's integers, which are cut toward zero, counted from the nearer end."""
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         return jnp.linspace(start, end, steps, dtype=dtype)
@@ -127,7 +136,9 @@ def linspace(start, end, steps, *, dtype=None):
     return jnp.where(place < steps // 2, start + place * width, end - (steps - 1 - place) * width).astype(dtype)
 
 
-def searchsorted(edges, x, *, out_int32=False, right=False, side=None, sorter=None):
+def searchsorted(
+    edges: Any, x: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
+) -> Any:
     if edges.ndim > 1 or sorter is not None:
         raise ValueError("only one sorted sequence is covered: give it as a vector")
     return jnp.searchsorted(edges, x, side="right" if right or side == "right" else "left")
