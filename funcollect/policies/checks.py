@@ -12,7 +12,7 @@ import numpy as np
 import optree
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode
 from typing_extensions import override
 
 from funcollect.errors import PolicyError
@@ -215,3 +215,13 @@ class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             mend = "leave a head to sample, or make the environment with wait='all'"
             raise PolicyError(f"{what}, {why}, expected noise of its head: {mend}")
         return func(*args, **(kwargs or {}))
+
+
+def close_blocks(grad_enabled: bool) -> None:
+    """Leave what an interrupt left open that came as a block was entered or left: no gradients, or `NoDraws`."""
+    torch._C._set_grad_enabled(grad_enabled)
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, NoDraws) and mode.old_dispatch_mode_flags:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        elif isinstance(mode, NoDraws):  # the interrupt came as it was left
+            _pop_mode()

@@ -24,6 +24,7 @@ from funcollect.interop.memory import reads_together
 from funcollect.keys import draw_ahead, random_words
 from funcollect.policies.base import policies_of
 from funcollect.policies.by_group import GroupPolicy
+from funcollect.policies.checks import close_blocks
 from funcollect.policies.numerics import TORCH
 from funcollect.policies.random_policy import RandomStart
 from funcollect.policies.torch_modules.torch_backed import TorchBacked, TorchPolicyState
@@ -168,11 +169,16 @@ class Opened(OpenFor):
         """Make the rollout; return the next state, which keeps this loop for its own rollout, and the batch."""
         stepper, actor = self._stepper, self._actor
         stepper.begin()
-        with reads_together() if stepper.waits else _NOTHING:
-            with actor.running():
-                self._make_steps(*self._policy_calls)
-                policy_state, outputs = self._finish()
-            counters, batch = self._deliver(outputs)
+        grad_enabled = torch.is_grad_enabled()
+        try:
+            with reads_together() if stepper.waits else _NOTHING:
+                with actor.running():
+                    self._make_steps(*self._policy_calls)
+                    policy_state, outputs = self._finish()
+                counters, batch = self._deliver(outputs)
+        except BaseException:
+            close_blocks(grad_enabled)
+            raise
         after = stepper.after(policy_state, counters)
         if stepper.small:
             vars(after)["opened"] = self
