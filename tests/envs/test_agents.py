@@ -3,7 +3,6 @@
 from functools import partial
 from itertools import pairwise
 
-import gymnasium
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,8 +12,8 @@ from pettingzoo import ParallelEnv
 from torch import nn
 
 import funcollect as fc
-from funcollect.keys import Purpose, fold, key_from_seed
 from funcollect.policies.jax_functions.jax_policy import JaxActor
+from tests.support.agents import check_parallel
 from tests.support.cases import Recurrent, jax_weights, mlp
 from tests.support.compare import assert_same, collect
 
@@ -97,69 +96,25 @@ def made(**kwargs):
 def test_the_rows_are_those_of_a_raw_loop(kind):
     env = made()
     batch = collect(env, POLICIES[kind](env), *LENGTHS, seed=1)
-    seeds = partial(fold, key_from_seed(1), Purpose.RESET)
-    for lane in range(3):
-        raw, episode = Leaving(), 0
-        seen, _ = raw.reset(seed=seeds(lane, 0)[0])
-        over = dict.fromkeys(raw.possible_agents, (False, False))
-        for frame in batch[lane].unbind(0):
-            present = list(raw.agents)
-            actions, shared = {}, raw.state()
-            for name in raw.possible_agents:
-                group, row = name.split("_")[0], int(name[-1])
-                own = frame[group]
-                assert own["mask"][row] == (name in present)
-                assert np.array_equal(own["observation"][row], seen[name] if name in present else 0 * seen[name])
-                assert (own["terminated"][row], own["truncated"][row]) == over[name]
-                actions |= {name: int(own["action"][row])} if name in present else {}
-            assert frame["state"] == shared
-            after, reward, terminated, truncated, info = raw.step(actions)
-            seen = seen | after
-            for name in raw.possible_agents:
-                group, row = name.split("_")[0], int(name[-1])
-                own = frame["next", group]
-                assert own["reward"][row] == reward.get(name, 0)
-                if name in present:
-                    over[name] = terminated[name], truncated[name]
-                    assert np.array_equal(own["observation"][row], after[name])
-                    assert own["info", "time"][row] == info[name]["time"]
-                assert (own["terminated"][row], own["truncated"][row]) == over[name]
-                assert own["done"][row] == any(over[name])
-            assert frame["next", "reward"] == sum(reward.values())
-            assert frame["next", "done"] == (not raw.agents)
-            assert frame["next", "terminated"] == (not raw.agents and all(flags[0] for flags in over.values()))
-            if not raw.agents:
-                episode += 1
-                seen, _ = raw.reset(seed=seeds(lane, episode)[0])
-                over = dict.fromkeys(raw.possible_agents, (False, False))
-    assert episode > 1
+    check_parallel(env, batch, Leaving, info_keys=["time"], state=True)
     if kind in ("torch", "recurrent"):
         pace = {"wait": "any", "min_ready": 1} if kind == "recurrent" else {}
         assert_same(batch, collect(made(num_workers=2, **pace), POLICIES[kind](made()), *LENGTHS, seed=1))
 
 
-@pytest.mark.parametrize("kind", ["torch", "together"])
-def test_log_probabilities_are_those_of_each_agent(kind):
+def test_log_probabilities_of_agents_that_act_together():
+    """Those of an agent by itself are in `test_agents_as_lanes_of_their_own`."""
     env = made()
-    policy = POLICIES[kind](env)
+    policy = POLICIES["together"](env)
     batch = collect(env, policy, 12, seed=2)
-    network = policy.policies["ant"].module
-    logits = network(batch["ant", "observation"].flatten(0, 1)) if kind == "together" else None
-    if kind == "together":
-        wanted = (
-            torch.distributions.Categorical(logits=logits.view(3, 12, 2, 3)).log_prob(batch["ant", "action"]).sum(-1)
-        )
-    else:
-        wanted = torch.distributions.Categorical(logits=network(batch["ant", "observation"])).log_prob(
-            batch["ant", "action"]
-        )
-    present = batch["ant", "mask"].any(-1) if kind == "together" else batch["ant", "mask"]
+    logits = policy.policies["ant"].module(batch["ant", "observation"].flatten(0, 1)).view(3, 12, 2, 3)
+    wanted = torch.distributions.Categorical(logits=logits).log_prob(batch["ant", "action"]).sum(-1)
+    present = batch["ant", "mask"].any(-1)
     torch.testing.assert_close(batch["ant", "action_log_prob"][present], wanted[present])
-    if kind == "together":
-        assert not batch["ant", "mask"][present].all()
-        scored = fc.evaluate_actions(policy.policies["ant"], None, batch["ant"])["action_log_prob"]
-        torch.testing.assert_close(scored, batch["ant", "action_log_prob"])
-        assert torch.equal(fc.agents_as_rows(batch, "ant")["action_log_prob"][:, 1], batch["ant", "action_log_prob"])
+    assert not batch["ant", "mask"][present].all()
+    scored = fc.evaluate_actions(policy.policies["ant"], None, batch["ant"])["action_log_prob"]
+    torch.testing.assert_close(scored, batch["ant", "action_log_prob"])
+    assert torch.equal(fc.agents_as_rows(batch, "ant")["action_log_prob"][:, 1], batch["ant", "action_log_prob"])
 
 
 @pytest.mark.parametrize("other", [fc.heads.greedy, fc.heads.epsilon_greedy(0.5)])
@@ -407,14 +362,6 @@ def test_agents_of_a_batch_have_their_ends_however_it_is_collected(options):
     assert ended
 
 
-@pytest.mark.parametrize("done", ["all", "any"])
-def test_when_a_lane_ends(done):
-    batch = collect(made(done=done), fc.random_policy(made()), 30, seed=0)
-    present = torch.cat([batch["next", name, "mask"] for name in ("ant", "bee")], -1)
-    ended = batch["next", "done"][..., 0]
-    assert torch.equal(ended, ~present.any(-1) if done == "all" else ~present.all(-1))
-
-
 @pytest.mark.parametrize(("do", "error", "says"), [
     (lambda: made(groups={"ant": ["ant_0"]}), ValueError, "expected every agent of .*'bee_0'.* once"),
     (lambda: made(groups={"x": ["ant_0", "ant_1", "bee_0"]}), ValueError, "'x' holds bee_0 .* groups of their own"),
@@ -445,13 +392,3 @@ def test_actors_that_have_begun_end_if_a_later_one_cannot_begin(monkeypatch):
         fc.rollout(env, policy, state, 3)
     assert torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_real_environment():
-    env = fc.make_env("pettingzoo/mpe/simple_tag_v3", num_envs=2, env_kwargs={"max_cycles": 8})
-    assert isinstance(env.action_space, gymnasium.spaces.MultiDiscrete)
-    assert [group.n for group in env.groups.values()] == [3, 1]
-    batch = collect(env, fc.random_policy(env), 20, seed=0)
-    assert batch["adversary", "action"].shape == (2, 20, 3)
-    assert batch["next", "adversary", "truncated"][:, 7].all()
-    assert batch["next", "truncated"][:, 7].all()

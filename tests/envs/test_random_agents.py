@@ -1,22 +1,18 @@
-"""Environments of several agents in random configurations, each beside a raw loop with the same actions."""
+"""PettingZoo's environments in random configurations, each beside a raw loop with the same actions."""
 
 from functools import partial
 from importlib import import_module
 
 import numpy as np
 import pytest
-import torch
 from gymnasium import spaces
 from pettingzoo import ParallelEnv
 
 import funcollect as fc
-from funcollect.keys import Purpose, fold, key_from_seed
+from tests.support.agents import check_parallel
 from tests.support.compare import collect
 from tests.support.running import scaled
 
-import vmas  # isort: skip
-
-CONFIGURATIONS = scaled(5)  # of each kind
 LENGTH = 25
 
 
@@ -90,8 +86,8 @@ def of_mpe(draw):
     return partial(import_module(f"mpe2.{name}").parallel_env, **kwargs), {"state": bool(draw.integers(2))}
 
 
-@pytest.mark.parametrize("number", range(CONFIGURATIONS))
-def test_the_rows_of_pettingzoo_are_those_of_a_raw_loop(number):
+@pytest.mark.parametrize("number", range(scaled(5)))
+def test_the_rows_are_those_of_a_raw_loop(number):
     draw = np.random.default_rng(number)
     make, options = (of_mpe if number % 5 == 4 else roaming)(draw)
     done, num_envs, names = str(draw.choice(["all", "any"])), int(draw.integers(1, 4)), make().possible_agents
@@ -101,100 +97,5 @@ def test_the_rows_of_pettingzoo_are_those_of_a_raw_loop(number):
     cuts = sorted({0, *draw.integers(1, LENGTH, 2).tolist(), LENGTH})
     batch = collect(env, fc.random_policy(env), *np.diff(cuts).tolist(), seed=1)
     assert sorted(name for group in env.groups.values() for name in group.names) == sorted(names)
-    for lane in range(num_envs):
-        check_lane(env, batch[lane], make(), partial(fold, key_from_seed(1), Purpose.RESET, lane), options, done)
-
-
-def check_lane(env, batch, raw, seed_of, options, done):
-    places = {name: (key, row) for key, group in env.groups.items() for row, name in enumerate(group.names)}
-    episode, seen = -1, None
-    for frame in batch.unbind(0):
-        if seen is None:
-            episode += 1
-            seen, _ = raw.reset(seed=seed_of(episode)[0])
-            over, took_part = dict.fromkeys(places, (False, False)), {*raw.agents}
-        present, actions, zeros = [*raw.agents], {}, {name: torch.zeros(space_of(raw, name)) for name in places}
-        for name, (group, row) in places.items():
-            own = frame[group]
-            assert own["mask"][row] == (name in present)
-            assert torch.equal(own["observation"][row], tensor(seen[name]) if name in present else zeros[name])
-            assert (own["terminated"][row], own["truncated"][row]) == over[name]
-        for name in present:
-            action = frame[places[name][0], "action"][places[name][1]].numpy()
-            actions[name] = action if action.ndim else int(action)
-        if options.get("state"):
-            assert torch.equal(frame["state"], tensor(raw.state()))
-        seen, reward, terminated, truncated, info = raw.step(actions)
-        took_part |= {*raw.agents}
-        for name in present:
-            flags = bool(terminated[name]), bool(truncated[name])
-            over[name] = flags if any(flags) or name in raw.agents else (False, True)
-        over |= {name: (False, False) for name in raw.agents if name not in present}
-        for name, (group, row) in places.items():
-            own, shown = frame["next", group], name in present or name in raw.agents
-            assert own["reward"][row] == np.float32(reward.get(name, 0))
-            assert own["mask"][row] == (name in raw.agents)
-            assert torch.equal(own["observation"][row], tensor(seen[name]) if shown else zeros[name])
-            assert (own["terminated"][row], own["truncated"][row]) == over[name]
-            for key in options.get("info_keys", ()):
-                assert own["info", key][row] == (info[name][key] if name in present else 0)
-        torch.testing.assert_close(frame["next", "reward"][0], torch.tensor(sum(reward.values())).float())
-        ends, enough = [over[name] for name in took_part], any if done == "any" else all
-        ended = enough(map(any, ends))
-        assert frame["next", "done"] == ended
-        assert frame["next", "terminated"] == (ended and enough(flags[0] for flags in ends))
-        seen = None if ended else seen
-    assert episode > 0
-
-
-def tensor(array):
-    return torch.as_tensor(np.asarray(array, np.float32))
-
-
-def space_of(raw, name):
-    return raw.observation_space(name).shape
-
-
-SCENARIOS = {
-    "balance": {"n_agents": (2, 5)},
-    "dispersion": {"n_agents": (1, 5), "share_reward": (0, 2)},
-    "navigation": {"n_agents": (1, 4), "collisions": (0, 2)},
-    "simple_spread": {"n_agents": (1, 5)},
-    "simple_tag": {"num_good_agents": (1, 3), "num_adversaries": (1, 4)},
-    "transport": {"n_agents": (1, 5), "n_packages": (1, 3)},
-    "wheel": {"n_agents": (1, 5)},
-}
-
-
-@pytest.mark.parametrize("number", range(CONFIGURATIONS))
-def test_the_rows_of_vmas_are_those_of_a_raw_loop(number):
-    draw = np.random.default_rng(number)
-    scenario = [*SCENARIOS][number % len(SCENARIOS)]
-    kwargs = {name: int(draw.integers(*bounds)) for name, bounds in SCENARIOS[scenario].items()}
-    kwargs |= {"continuous_actions": bool(draw.integers(2)), "num_envs": int(draw.integers(1, 5))}
-    limit, raw = int(draw.integers(2, 9)), vmas.make_env(scenario, **kwargs)
-    names = [agent.name for agent in raw.agents]
-    groups = {f"of {name}": [name] for name in draw.permutation(names).tolist()} if draw.integers(2) else None
-    env = fc.make_env(f"vmas/{scenario}", max_episode_steps=limit, groups=groups, **kwargs)
-    batch = collect(env, fc.random_policy(env), 5, LENGTH - 5, seed=1)
-    seen = raw.reset(seed=int(fold(key_from_seed(1), Purpose.RESET, 0, 0)[0]) % 2**31)
-    places = {name: (key, row) for key, group in env.groups.items() for row, name in enumerate(group.names)}
-    assert sorted(places) == sorted(names)
-    for frame in batch.unbind(1):
-        rows = [frame[group, "action"][:, row].clone() for group, row in map(places.get, names)]
-        before, (seen, rewards, terminated, _) = seen, raw.step(rows)
-        truncated = (raw.steps >= limit) & ~terminated
-        for name, root, after, reward in zip(names, before, seen, rewards, strict=True):
-            group, row = places[name]
-            assert torch.equal(frame[group, "observation"][:, row], root)
-            assert torch.equal(frame["next", group, "observation"][:, row], after)
-            assert torch.equal(frame["next", group, "reward"][:, row, 0], reward.flatten())
-            for key, flags in (("terminated", terminated), ("truncated", truncated)):
-                assert torch.equal(frame["next", group, key][:, row, 0], flags)
-                assert torch.equal(frame["next", key][:, 0], flags)
-                assert not frame[group, key].any()
-        torch.testing.assert_close(frame["next", "reward"][:, 0], sum(rewards).flatten())
-        for lane in (terminated | truncated).nonzero()[:, 0].tolist():
-            raw.reset_at(lane)
-        seen = raw.get_from_scenario(True, False, False, False)[0]
-    assert batch["next", "done"].sum() >= LENGTH // limit
+    options.pop("groups", None)
+    check_parallel(env, batch, make, done, **options)

@@ -4,9 +4,11 @@ import functools
 
 import jax
 import numpy as np
+import torch
 from gymnasium import spaces
 
 import funcollect as fc
+from funcollect.keys import Purpose, fold, key_from_seed
 
 GROUPS = {
     "ant": fc.envs.Group(("ant_0", "ant_1"), spaces.Box(-9, 99, (2,)), spaces.Discrete(3), comes_and_goes=True),
@@ -80,3 +82,53 @@ def check_frames(env, batch, start, step):
                 ends["terminated" if terminated else "truncated"] += 1
                 raw.begin()
     return ends
+
+
+def check_parallel(env, batch, make, done="all", info_keys=(), state=False):
+    """Each lane of a batch [P, T], of seed 1, is that of a raw loop over PettingZoo's `make()`, given its actions."""
+    places = {name: (key, row) for key, group in env.groups.items() for row, name in enumerate(group.names)}
+    for lane, rows in enumerate(batch):
+        raw, episode, seen = make(), -1, None
+        zeros = {name: torch.zeros(raw.observation_space(name).shape) for name in places}
+        for frame in rows.unbind(0):
+            if seen is None:
+                episode += 1
+                seen, _ = raw.reset(seed=fold(key_from_seed(1), Purpose.RESET, lane, episode)[0])
+                over, took_part = dict.fromkeys(places, (False, False)), {*raw.agents}
+            present, actions = [*raw.agents], {}
+            for name, (group, row) in places.items():
+                own = frame[group]
+                assert own["mask"][row] == (name in present)
+                assert torch.equal(own["observation"][row], tensor(seen[name]) if name in present else zeros[name])
+                assert (own["terminated"][row], own["truncated"][row]) == over[name]
+            for name in present:
+                action = frame[places[name][0], "action"][places[name][1]].numpy()
+                actions[name] = action if action.ndim else int(action)
+            if state:
+                assert torch.equal(frame["state"], tensor(raw.state()))
+            seen, reward, terminated, truncated, info = raw.step(actions)
+            took_part |= {*raw.agents}
+            for name in present:
+                flags = bool(terminated[name]), bool(truncated[name])
+                over[name] = flags if any(flags) or name in raw.agents else (False, True)
+            over |= {name: (False, False) for name in raw.agents if name not in present}
+            for name, (group, row) in places.items():
+                own, shown = frame["next", group], name in present or name in raw.agents
+                assert own["reward"][row] == np.float32(reward.get(name, 0))
+                assert own["mask"][row] == (name in raw.agents)
+                assert torch.equal(own["observation"][row], tensor(seen[name]) if shown else zeros[name])
+                assert (own["terminated"][row], own["truncated"][row]) == over[name]
+                assert own["done"][row] == any(over[name])
+                for key in info_keys:
+                    assert own["info", key][row] == (info[name][key] if name in present else 0)
+            torch.testing.assert_close(frame["next", "reward"][0], torch.tensor(sum(reward.values())).float())
+            ends, enough = [over[name] for name in took_part], any if done == "any" else all
+            ended = enough(map(any, ends))
+            assert frame["next", "done"] == ended
+            assert frame["next", "terminated"] == (ended and enough(flags[0] for flags in ends))
+            seen = None if ended else seen
+        assert episode > 0
+
+
+def tensor(array):
+    return torch.as_tensor(np.asarray(array, np.float32))
