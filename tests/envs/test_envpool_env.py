@@ -1,7 +1,6 @@
 """EnvPool against a plain loop over it: the same seeds and actions, lanes that are done reset by their indices."""
 
 import random
-import subprocess
 import sys
 
 import envpool
@@ -229,20 +228,6 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, module, 
         fc.make_env(name)
 
 
-DRAWS = """
-import random, numpy, torch
-import funcollect as fc
-def draw(): return random.random(), numpy.random.rand(), torch.rand(()).item()
-def seed(): random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
-seed()
-wanted = draw()
-seed()
-fc.make_env("envpool/CartPole-v1", num_envs=2)
-got = draw()
-assert got == wanted, (got, wanted)
-"""
-
-
 def test_an_import_leaves_the_global_generators_alone(tmp_path, monkeypatch):
     """Whatever the module draws, as EnvPool's does."""
     draws = "DRAWN = random.random(), numpy.random.rand(), torch.rand(3)"
@@ -253,12 +238,6 @@ def test_an_import_leaves_the_global_generators_alone(tmp_path, monkeypatch):
     assert random.getstate() == before[0]
     assert np.array_equal(np.random.get_state()[1], before[1])
     assert torch.equal(torch.get_rng_state(), before[2])
-
-
-@pytest.mark.evening
-def test_the_import_of_envpool_leaves_the_global_generators_alone():
-    done = subprocess.run([sys.executable, "-c", DRAWS], capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -57,26 +57,6 @@ def test_a_class_is_made_with_the_keywords(kind):
         fc.make_env(kind, speed=3)
 
 
-class Counting(JaxWalk):
-    """Observes an integer of 64 bits, which JAX holds in 32."""
-
-    observation_space = spaces.Dict(count=spaces.Discrete(100), place=LINE)
-
-    def reset(self, key, params, /):
-        count = jax.random.randint(key, (), 0, 50)
-        return count, {"count": count, "place": jnp.zeros(1)}
-
-    def step(self, key, count, action, params, /):
-        count = count + 1
-        return Transition(count, {"count": count, "place": jnp.ones(1) * count}, 1.0, False, False)
-
-
-@pytest.mark.evening
-@pytest.mark.parametrize("num_envs", [4, None])
-def test_integer_observations_of_jax_pass_every_check(num_envs):
-    fc.testing.check_env(Counting(num_envs=num_envs))
-
-
 def collected(env, state=None, length=20, **changes):
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0) if state is None else state

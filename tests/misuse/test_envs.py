@@ -326,6 +326,7 @@ def joined(what, spoil, *says):
 
 @table(
     joined("step raises", raises(OSError("cut")), VECTOR, "step raised OSError('cut')", "begin new episodes"),
+    joined("rows of one lane", swaps(0, np.ones((1, 2))), VECTOR, "'observation' has shape (1, 2)", "wants (2, 2)"),
     joined("flags for one lane", swaps(2, np.zeros(1, bool)), RETURNED, "2 values each", "use Gymnasium's"),
     joined("NaN", swaps(1, np.array([0.0, np.nan])), "lane 1, step 2", "the reward is NaN", "expected a number"),
 )

@@ -1,9 +1,4 @@
-"""What lanes return, in objects that all of them may write, and get: actions as the space's `sample` returns them.
-
-And observations as they are written; what is wrong with one is named in `tests/misuse/test_lanes.py`.
-"""
-
-from dataclasses import replace
+"""What lanes return, in objects that all of them may write, and get: actions as the space's `sample` returns them."""
 
 import gymnasium
 import numpy as np
@@ -12,11 +7,9 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
-from funcollect.envs.host.host_env import Rows
-from funcollect.errors import EnvError
 from funcollect.interop.memory import aligned
-from funcollect.specs import assemble, observation_leaves
-from tests.support.compare import assert_same, collect
+from tests.support.compare import assert_same, collect, fresh
+from tests.support.misuse import Rigged
 from tests.support.running import pairwise
 
 NUMBERS = [0.0, 0.0]
@@ -134,15 +127,8 @@ def test_a_discrete_action_is_a_number_of_numpy(lanes, one_hot, numbers):
     assert len(action.unique()) > 1
 
 
-CARTPOLE = fc.make_env("CartPole-v1")
 BOX = spaces.Box(-9, 9, (3,))
 BYTES = spaces.Box(0, 255, (2,), np.uint8)
-BOTH = spaces.Dict(box=BOX, inner=spaces.Dict(bytes=BYTES, count=spaces.Discrete(9)))
-
-
-def make_rows(space, num_envs, dtype=None):
-    leaves = observation_leaves(space, dtype)
-    return Rows(replace(CARTPOLE, num_envs=num_envs, observation_space=space, observation_leaves=leaves))
 
 
 @pytest.mark.parametrize(
@@ -153,20 +139,6 @@ def test_memory_begins_at_a_multiple_of_64_bytes(shape, dtype):
     assert all(array.ctypes.data % 64 == 0 for array in arrays if array.size)
     assert all(array.shape == shape and array.dtype == dtype and not array.any() for array in arrays)
     assert all(array.flags.c_contiguous and array.flags.writeable for array in arrays)
-
-
-def test_the_policy_reads_the_same_aligned_memory_in_the_structure_of_the_space():
-    rows = make_rows(BOTH, 2)
-    before = {path: array.ctypes.data for path, array in rows.arrays.items()}
-    arrays = assemble(BOTH, rows.arrays)
-    tensors = assemble(BOTH, {path: torch.from_numpy(array) for path, array in rows.arrays.items()})
-    rows.write_lane(1, {"box": np.full(3, 2.0), "inner": {"bytes": np.array([7, 8], np.uint8), "count": 5}})
-    assert arrays["box"].tolist() == [[0, 0, 0], [2, 2, 2]]
-    assert tensors["inner"]["bytes"].tolist() == [[0, 0], [7, 8]]
-    assert tensors["inner"]["count"].tolist() == [0, 5]
-    assert tensors["inner"]["count"].dtype == torch.int64
-    assert {path: array.ctypes.data for path, array in rows.arrays.items()} == before
-    assert all(address % 64 == 0 for address in before.values())
 
 
 EXACT = np.array([0.1, 1 / 3, 2.0**-60])
@@ -180,19 +152,17 @@ GOOD = [
 
 @pytest.mark.parametrize(("space", "dtype", "value", "wanted"), GOOD)
 def test_values_that_fit_are_cast_once(space, dtype, value, wanted):
-    rows = make_rows(space, 2, dtype)
-    for lane in range(2):
-        rows.write_lane(lane, value)
-    (array,) = rows.arrays.values()
-    assert array.tolist() == [wanted] * 2
+    *_, state = fresh([Rigged(space=space, good=value) for _ in range(2)], dtype=dtype)
+    assert state.observation["observation",].tolist() == [wanted] * 2
 
 
-def test_a_vector_environments_batch_is_written_at_once():
-    rows = make_rows(BOTH, 2)
-    inner = {"bytes": np.array([[1, 2], [3, 4]]), "count": np.array([5, 6])}
-    rows.write_batch({"box": np.ones((2, 3)), "inner": inner})
-    assert rows.arrays["box",].tolist() == [[1, 1, 1], [1, 1, 1]]
-    assert rows.arrays["inner", "bytes"].tolist() == [[1, 2], [3, 4]]
-    assert rows.arrays["inner", "count"].tolist() == [5, 6]
-    with pytest.raises(EnvError, match=r"the vector environment: observation 'box' has shape \(1, 3\).*\(2, 3\)"):
-        rows.write_batch({"box": np.ones((1, 3)), "inner": inner})
+def test_the_policy_reads_aligned_memory():
+    places = []
+
+    def still(seen):
+        places.append(seen.data_ptr())
+        return torch.zeros(len(seen), dtype=torch.int64)
+
+    collect(fc.make_env("CartPole-v1", num_envs=3), fc.torch_policy(still), 4)
+    assert len(places) == 4
+    assert not any(place % 64 for place in places)
