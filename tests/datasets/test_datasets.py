@@ -208,15 +208,6 @@ def test_observations_that_are_called_info_are_no_infos(tmp_path):
         assert not dataset[0].infos
 
 
-class SamplingParts(Sampling):
-    """Takes any action."""
-
-    def step(self, action):
-        assert self.action_space.contains(action), action
-        self.left -= 1
-        return self.observation_space.sample(), 1.0, self.left == 0, False, {}
-
-
 def test_actions_of_parts_are_written_as_the_environment_takes_them(tmp_path):
     for number, acting in enumerate(
         (
@@ -224,7 +215,7 @@ def test_actions_of_parts_are_written_as_the_environment_takes_them(tmp_path):
             spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.Dict(a=spaces.Box(-1, 1, (1, 2), np.float64)))),
         )
     ):
-        env = fc.make_env([partial(SamplingParts, BOX, acting)] * 2)
+        env = fc.make_env([partial(Sampling, BOX, acting)] * 2)
         wanted = episodes(collected(env, 60))
         write_minari(tmp_path / f"{number}", collected(env, 20), env=env)
         dataset = minari.MinariDataset(tmp_path / f"{number}")

@@ -13,6 +13,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.policies.jax_functions.jax_policy import JaxActor
+from tests.envs.test_turns import Net
 from tests.support.agents import check_parallel
 from tests.support.cases import Recurrent, jax_weights, mlp
 from tests.support.compare import assert_same, collect
@@ -136,7 +137,7 @@ def test_a_policy_that_takes_anothers_place_acts_at_once(name):
     if name == "players":
         env = fc.make_env("pettingzoo/classic/tictactoe_v3", num_envs=3)
         sizes = int(np.prod(env.observation_space["observation"].shape))
-        members = [fc.torch_policy(Board(sizes, seed), head=fc.heads.greedy) for seed in range(3)]
+        members = [fc.torch_policy(Net(seed, sizes, 9), head=fc.heads.greedy) for seed in range(3)]
         policy, key = fc.by_player(members[:2]), "1"
     else:
         env, policy, key = made(), POLICIES[name](made()), "ant"
@@ -149,15 +150,6 @@ def test_a_policy_that_takes_anothers_place_acts_at_once(name):
     policy.policies[key] = members[2]
     copied = fc.fork(env, state)
     assert_same(fc.rollout(env, policy, state, 4)[1], fc.rollout(env, policy, copied, 4)[1])
-
-
-class Board(nn.Module):
-    def __init__(self, size, seed):
-        super().__init__()
-        self.scores = mlp(size, 9, seed=seed)
-
-    def forward(self, seen):
-        return self.scores(seen["observation"].flatten(1).float()).masked_fill(seen["action_mask"] == 0, -1e9)
 
 
 class Coming(Leaving):

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -15,6 +14,7 @@ import funcollect as fc
 from tests.envs.test_own_environments import JaxWalk, TorchWalk
 from tests.envs.test_torch_vector_env import LikeManiSkill
 from tests.support.compare import assert_same, collect, fresh
+from tests.support.envs.light_envs import Sampling
 from tests.support.running import SCALE, in_soak
 
 INPUTS = ("prev_action", "prev_reward", "is_first")
@@ -174,30 +174,8 @@ def test_a_recurrent_policy_reads_its_executed_actions():
         assert torch.allclose(again, batch["action_log_prob"], atol=1e-5)
 
 
-class Above(gymnasium.Env):
-    """Its actions are never 0."""
-
-    observation_space, action_space = spaces.Box(-1, 1, (3,)), spaces.Box(1, 2, (1,))
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.left = 5
-        return self.seen(), {}
-
-    def seen(self):
-        return self.np_random.uniform(-1, 1, 3).astype(np.float32)
-
-    def step(self, action):
-        self.left -= 1
-        return self.seen(), 1.0, self.left == 0, False, {}
-
-
-class Whole(Above):
-    action_space = spaces.Box(0, 5, (2,), np.int64)
-
-
 STARTS = {
-    "box": Above.action_space,
+    "box": spaces.Box(1, 2, (1,)),  # 0 is not in it
     "above": spaces.Discrete(3, start=5),
     "below": spaces.Discrete(2, start=-4),
     "several": spaces.MultiDiscrete([2, 3, 2], start=[1, -5, 0]),
@@ -206,8 +184,7 @@ STARTS = {
 
 @pytest.mark.parametrize("name", STARTS)
 def test_the_first_previous_action_lies_in_its_space(name):
-    made = type(name, (Above,), {"action_space": STARTS[name]})
-    env = fc.make_env(made, num_envs=2, inputs=["prev_action"])
+    env = fc.make_env(partial(Sampling, action_space=STARTS[name]), num_envs=2, inputs=["prev_action"])
     fc.testing.check_env(env, steps=20)
     seen = env.observation_space["prev_action"]
     assert seen.contains(seen.dtype.type(0) if isinstance(seen, spaces.Discrete) else np.zeros(seen.shape, seen.dtype))
@@ -224,9 +201,12 @@ def test_episodes_that_go_on_from_given_states_begin_with_the_first_inputs(name)
     assert torch.equal(batch["prev_reward"][:, 0, 0] == 0, mask)
 
 
+WHOLE = partial(Sampling, action_space=spaces.Box(0, 5, (2,), np.int64))
+
+
 @pytest.mark.parametrize(("env", "given", "message"), [
     ("CartPole-v1", {"clip_actions": True}, "clip_actions=True was given for .*expected a Box of floating numbers"),
-    (Whole, {"clip_actions": True}, r"int64\), expected a Box of floating numbers: leave it out"),
+    (WHOLE, {"clip_actions": True}, r"int64\), expected a Box of floating numbers: leave it out"),
     ("pettingzoo/mpe/simple_tag_v3", {"inputs": ["is_first"]}, "which has actions and rewards of several agents"),
     ("pettingzoo/classic/tictactoe_v3", {"inputs": ["prev_reward"]}, "which has rewards of several agents, expected"),
     ("CartPole-v1", {"inputs": ["reward"]}, "inputs must be one of .*prev_action.*but is 'reward'"),

@@ -135,15 +135,12 @@ def test_a_subclass_with_a_dict_observation(num_envs):
     assert torch.equal(batch["next", "truncated"][..., 0], step == 4)
 
 
-@pytest.mark.parametrize(
-    ("later", "says"),
-    [
-        ({}, r"are \[\], expected \['x'\] as in the steps before"),
-        ({"x": torch.ones(2), "y": torch.ones(2)}, r"are \['x', 'y'\], expected \['x'\]"),
-        ({"x": torch.ones(2, dtype=torch.int64)}, r"info 'x' .* is torch.int64 \(2,\), expected torch.float32 \(2,\)"),
-        ({"x": 1.0}, r"info 'x' .* is float, expected torch.float32 \(2,\)"),
-    ],
-)
+@pytest.mark.parametrize(("later", "says"), [
+    ({}, r"are \[\], expected \['x'\] as in the steps before"),
+    ({"x": torch.ones(2), "y": torch.ones(2)}, r"are \['x', 'y'\], expected \['x'\]"),
+    ({"x": torch.ones(2, dtype=torch.int64)}, r"info 'x' .* is torch.int64 \(2,\), expected torch.float32 \(2,\)"),
+    ({"x": 1.0}, r"info 'x' .* is float, expected torch.float32 \(2,\)"),
+])  # fmt: skip
 def test_later_infos_are_like_the_first_ones(later, says):
     class Informed(CartPole):
         def __init__(self, lanes):

@@ -341,34 +341,28 @@ class Patient(IsaacLab):
         self.metadata = {}
 
 
-@pytest.mark.parametrize(
-    ("does", "given", "check", "says"),
-    [
-        (LikeManiSkill, {"autoreset_mode": "DISABLED"}, "runs", OTHERS),
-        (LikeManiSkill, {"autoreset_mode": "NEXT_STEP", "partial_reset": "reset_mask"}, "runs", OTHERS),
-        (partial(LikeIsaacLab, reports=False), {"autoreset_mode": "DISABLED"}, "terminal", "begin with"),
-        (partial(Masked, True), {}, "runs", "does not report the last observations .*autoreset_mode='DISABLED'"),
-        (Patient, {"autoreset_mode": "SAME_STEP"}, "runs", "does not report the last observations"),
-    ],
-)
+@pytest.mark.parametrize(("does", "given", "check", "says"), [
+    (LikeManiSkill, {"autoreset_mode": "DISABLED"}, "runs", OTHERS),
+    (LikeManiSkill, {"autoreset_mode": "NEXT_STEP", "partial_reset": "reset_mask"}, "runs", OTHERS),
+    (partial(LikeIsaacLab, reports=False), {"autoreset_mode": "DISABLED"}, "terminal", "begin with"),
+    (partial(Masked, True), {}, "runs", "does not report the last observations .*autoreset_mode='DISABLED'"),
+    (Patient, {"autoreset_mode": "SAME_STEP"}, "runs", "does not report the last observations"),
+])  # fmt: skip
 def test_check_env_finds_a_wrong_mode_over_tensors(does, given, check, says):
     with pytest.raises(fc.CheckError, match=says) as caught:
         fc.testing.check_env(fc.envs.from_torch_vector_env(does, **given), steps=60)
     assert caught.value.check == check, str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("build", "given", "says"),
-    [
-        (isaac_lab, {"autoreset_mode": "SAME_STEP"}, "is 'SAME_STEP', and OrderEnforcing declares DISABLED"),
-        (Mjlab, {"autoreset_mode": "SAME_STEP"}, "is 'SAME_STEP', and Mjlab declares DISABLED: leave it out"),
-        (partial(ManiSkill, False), {"autoreset_mode": "SAME_STEP"}, "ManiSkill declares DISABLED"),
-        (Masked, {}, "resets lanes by NEXT_STEP.*or pass partial_reset="),
-        (Masked, {"partial_reset": "env_ids"}, "reset of Masked does not take"),
-        (Masked, {"partial_reset": "mask"}, "partial_reset must be one of"),
-        (partial(Masked, True), {"autoreset_mode": "next"}, "autoreset_mode must be one of"),
-    ],
-)
+@pytest.mark.parametrize(("build", "given", "says"), [
+    (isaac_lab, {"autoreset_mode": "SAME_STEP"}, "is 'SAME_STEP', and OrderEnforcing declares DISABLED"),
+    (Mjlab, {"autoreset_mode": "SAME_STEP"}, "is 'SAME_STEP', and Mjlab declares DISABLED: leave it out"),
+    (partial(ManiSkill, False), {"autoreset_mode": "SAME_STEP"}, "ManiSkill declares DISABLED"),
+    (Masked, {}, "resets lanes by NEXT_STEP.*or pass partial_reset="),
+    (Masked, {"partial_reset": "env_ids"}, "reset of Masked does not take"),
+    (Masked, {"partial_reset": "mask"}, "partial_reset must be one of"),
+    (partial(Masked, True), {"autoreset_mode": "next"}, "autoreset_mode must be one of"),
+])  # fmt: skip
 def test_resets_that_do_not_fit(build, given, says):
     with pytest.raises(ValueError, match=says):
         fc.envs.from_torch_vector_env(build, **given)

@@ -107,18 +107,15 @@ def test_a_policy_that_answers_wrongly(misuse):
     fails_then_runs(lambda: misuse.do()[0], lambda env: misuse.do()[1], misuse.error, misuse.says)
 
 
-@pytest.mark.parametrize(
-    ("space", "good", "bad", "one_hot"),
-    [
-        (spaces.Discrete(2), [0, 0, 1], [0, 2, 1], False),
-        (spaces.Discrete(2, start=5), [5, 6, 5], [5, 4, 5], False),
-        (spaces.Discrete(2), [[1, 0]] * 3, [[1, 0], [2, -1], [0, 1]], True),
-        (spaces.MultiDiscrete([2, 3]), [[1, 2]] * 3, [[1, 2], [2, 1], [0, 0]], False),
-        (spaces.MultiDiscrete([2, 2]), [[1, 0, 0, 1]] * 3, [[1, 0, 0, 1], [1, 1, 0, 0], [1, 0, 0, 1]], True),
-        (spaces.MultiBinary(2), [[1, 0]] * 3, [[1, 0], [0, 7], [0, 0]], False),
-        (spaces.Box(0, 255, (1,), np.uint8), [[9]] * 3, [[9], [-1], [255]], False),
-    ],
-)
+@pytest.mark.parametrize(("space", "good", "bad", "one_hot"), [
+    (spaces.Discrete(2), [0, 0, 1], [0, 2, 1], False),
+    (spaces.Discrete(2, start=5), [5, 6, 5], [5, 4, 5], False),
+    (spaces.Discrete(2), [[1, 0]] * 3, [[1, 0], [2, -1], [0, 1]], True),
+    (spaces.MultiDiscrete([2, 3]), [[1, 2]] * 3, [[1, 2], [2, 1], [0, 0]], False),
+    (spaces.MultiDiscrete([2, 2]), [[1, 0, 0, 1]] * 3, [[1, 0, 0, 1], [1, 1, 0, 0], [1, 0, 0, 1]], True),
+    (spaces.MultiBinary(2), [[1, 0]] * 3, [[1, 0], [0, 7], [0, 0]], False),
+    (spaces.Box(0, 255, (1,), np.uint8), [[9]] * 3, [[9], [-1], [255]], False),
+])  # fmt: skip
 def test_an_action_outside_its_space(space, good, bad, one_hot):
     says = (AT, "outside its space", "expected", "one-hot rows for" if one_hot else str(space), "return one of these")
     answers = [torch.tensor(each) for each in (good, bad)]
@@ -146,16 +143,13 @@ def zeros(x):
     return jnp.zeros(len(x), jnp.int32)
 
 
-@pytest.mark.parametrize(
-    ("answer", "says"),
-    [
-        (lambda x, hidden: (0, hidden), "shape () … Discrete(2) wants (3,) … return one action"),
-        (lambda x, hidden: ({"action": zeros(x), "v": {"w": x}}, hidden), "'v' is dict … return one row"),
-        (lambda x, hidden: zeros(x), "and returned … expected the pair (answer, next_state) … leave"),
-        (lambda x, hidden: (zeros(x), hidden[0]), "next state has the shapes [[5]] … expected [[3, 5]] … return"),
-        (lambda x, hidden: (hidden, {"action": zeros(x)}), "next state is dict … return (answer, next_state)"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "says"), [
+    (lambda x, hidden: (0, hidden), "shape () … Discrete(2) wants (3,) … return one action"),
+    (lambda x, hidden: ({"action": zeros(x), "v": {"w": x}}, hidden), "'v' is dict … return one row"),
+    (lambda x, hidden: zeros(x), "and returned … expected the pair (answer, next_state) … leave"),
+    (lambda x, hidden: (zeros(x), hidden[0]), "next state has the shapes [[5]] … expected [[3, 5]] … return"),
+    (lambda x, hidden: (hidden, {"action": zeros(x)}), "next state is dict … return (answer, next_state)"),
+])  # fmt: skip
 def test_a_jax_function_that_is_wrong_is_found_as_it_is_traced_and_leaves_the_state_good(answer, says):
     env, recurrent = cartpole(), {"initial_state": jnp.zeros(5)}
     policy = fc.jax_policy(lambda _, x, hidden: answer(x, hidden), {}, **recurrent)
@@ -178,15 +172,12 @@ def cure(policy):
     policy.params = jnp.float32(0.5)
 
 
-@pytest.mark.parametrize(
-    ("make_env", "head", "outputs", "value", "says"),
-    [
-        (cartpole, HEADS.categorical, 2, NAN, "action_log_prob is NaN"),
-        (cartpole, HEADS.greedy, 2, NAN, "what the head reads is NaN"),
-        (pendulum, HEADS.normal, 2, NAN, "action is NaN"),
-        (pendulum, None, 1, float("inf"), "the action is infinite … expected finite numbers"),
-    ],
-)
+@pytest.mark.parametrize(("make_env", "head", "outputs", "value", "says"), [
+    (cartpole, HEADS.categorical, 2, NAN, "action_log_prob is NaN"),
+    (cartpole, HEADS.greedy, 2, NAN, "what the head reads is NaN"),
+    (pendulum, HEADS.normal, 2, NAN, "action is NaN"),
+    (pendulum, None, 1, float("inf"), "the action is infinite … expected finite numbers"),
+])  # fmt: skip
 def test_nan_and_infinity_from_jax(make_env, head, outputs, value, says):
     where = f"lane 0, step 0 of this batch … {says} … look at the policy's parameters"
     fails_then_runs(make_env, lambda env: poisoned(env, head, outputs, value), PolicyError, where, repair=cure)

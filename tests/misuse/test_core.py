@@ -14,6 +14,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.errors import ClosedError, EvaluationError, InUseError, StaleStateError
+from tests.misuse.test_bad_arguments import COLLECTOR, OWN, batch
 from tests.support.compare import fresh
 from tests.support.misuse import Rigged, refused, runs, table
 
@@ -48,14 +49,8 @@ def test_arguments_that_do_not_do(misuse, env):
     fc.close(runs(env, policy, state))
 
 
-def begun(source, **kwargs):
-    env = fc.make_env(source, **kwargs)
-    policy = fc.random_policy(env)
-    return env, policy, fc.init(env, policy, seed=0)
-
-
 def test_a_stale_state():
-    env, policy, state = begun("CartPole-v1", num_envs=3)
+    env, policy, state = fresh("CartPole-v1", num_envs=3)
     after, _ = fc.rollout(env, policy, state, 4)
     says = (
         "simulators of HostEnv('CartPole-v1', num_envs=3) … a later state has taken its place … "
@@ -102,7 +97,7 @@ def test_a_state_of_another_environment(name, other):
 
 
 def test_a_closed_state():
-    env, policy, state = begun("CartPole-v1", num_envs=3)
+    env, policy, state = fresh("CartPole-v1", num_envs=3)
     for _ in range(2):
         fc.close(state)
     for use in (lambda: fc.rollout(env, policy, state, 4), lambda: fc.reset(env, state), lambda: fc.fork(env, state)):
@@ -117,7 +112,7 @@ def test_a_closed_state():
 
 
 def test_an_instance_without_a_spec_cannot_be_built_again_for_a_fork():
-    env, policy, state = begun(Rigged())
+    env, policy, state = fresh(Rigged())
     state, _ = fc.rollout(env, policy, state, 4)
     with refused(InUseError, "cannot be rebuilt … it has no spec … pass an id or a factory, or a list of"):
         fc.fork(env, state)
@@ -172,14 +167,11 @@ def test_a_collector_that_was_shut_down():
     assert collector.stats()["frames"] == 4
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({}, "the state_dict lacks ['policy_state_dict', 'own_weights' … expected … pass the result of state_dict"),
-        ({"episode": torch.zeros(3)}, "has 3 lanes … this one 1 … the same number of env"),
-        ({"policy_state_dict": {"scale": 1}}, "params differ … bias is absent … scale is int, expected absent … pass"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    ({}, "the state_dict lacks ['policy_state_dict', 'own_weights' … expected … pass the result of state_dict"),
+    ({"episode": torch.zeros(3)}, "has 3 lanes … this one 1 … the same number of env"),
+    ({"policy_state_dict": {"scale": 1}}, "params differ … bias is absent … scale is int, expected absent … pass"),
+])  # fmt: skip
 def test_a_state_dict_or_a_seed_that_does_not_do_leaves_the_run_as_it_is(change, says):
     with fc.SyncDataCollector("CartPole-v1", network(), frames_per_batch=4, seed=3) as collector:
         next(collector)
@@ -218,16 +210,6 @@ def test_bad_keywords_are_refused_before_ray_starts(name):
     with pytest.raises(error, match=message):
         fc.RayCollector(**({"create_env_fn": "CartPole-v1", "frames_per_batch": 10} | kwargs))
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
-
-
-OWN = (fc.FuncollectError, TypeError, ValueError)
-COLLECTOR = {"create_env_fn": "CartPole-v1", "policy": None, "frames_per_batch": 8}
-
-
-def batch():
-    state, batch = fc.rollout(*begun("CartPole-v1", num_envs=2), 6)
-    fc.close(state)
-    return batch
 
 
 def buffer():
@@ -299,7 +281,7 @@ def test_numbers_of_numpy_are_numbers():
 
 
 def test_a_state_from_before_jax_had_64_bits():
-    env, policy, state = begun("gymnax/CartPole-v1", num_envs=2)
+    env, policy, state = fresh("gymnax/CartPole-v1", num_envs=2)
     with (
         jax.enable_x64(True),
         pytest.raises(ValueError, match=r"jax_enable_x64 may have been set.*make another state with init"),

@@ -9,6 +9,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.errors import PolicyError
+from tests.support.cases import Recurrent
 from tests.support.misuse import Acting, good, linear, refused, runs, table
 from tests.support.running import in_soak
 
@@ -50,21 +51,18 @@ UNBOUNDED = spaces.Box(-np.inf, np.inf, (2,))
 BYTES = spaces.Box(0, 9, (2,), np.uint8)
 
 
-@pytest.mark.parametrize(
-    ("wrap", "head", "space", "says", "other"),
-    [
-        ("torch", HEADS.categorical, BOX, "categorical needs a Discrete … got Box … use normal", HEADS.normal),
-        ("jax", HEADS.greedy, BOX, "greedy needs a Discrete … got Box … use normal", HEADS.tanh_normal),
-        ("torch", HEADS.epsilon_greedy(0.1), BOX, "epsilon_greedy needs … got Box … use normal", HEADS.normal),
-        ("jax", HEADS.categorical, spaces.MultiBinary(2), "categorical needs … MultiBinary … no head", None),
-        ("torch", HEADS.normal, spaces.Discrete(4), "needs a floating Box … Discrete … use cat", "logits"),
-        ("jax", HEADS.tanh_normal, spaces.Discrete(4), "needs … Discrete(4) … use cat", "logits"),
-        ("torch", HEADS.normal, BYTES, "normal needs a float … uint8 … use cat", None),
-        ("jax", HEADS.clipped_normal(0.1), UNBOUNDED, "needs bounds on every action … inf … use normal", HEADS.normal),
-        ("torch", HEADS.clipped_normal([0.1] * 3), BOX, "scale has shape [3], expected a number or [2]", HEADS.normal),
-        ("jax", HEADS.tanh_normal, UNBOUNDED, "needs bounds on every action … inf … use normal", HEADS.normal),
-    ],
-)
+@pytest.mark.parametrize(("wrap", "head", "space", "says", "other"), [
+    ("torch", HEADS.categorical, BOX, "categorical needs a Discrete … got Box … use normal", HEADS.normal),
+    ("jax", HEADS.greedy, BOX, "greedy needs a Discrete … got Box … use normal", HEADS.tanh_normal),
+    ("torch", HEADS.epsilon_greedy(0.1), BOX, "epsilon_greedy needs … got Box … use normal", HEADS.normal),
+    ("jax", HEADS.categorical, spaces.MultiBinary(2), "categorical needs … MultiBinary … no head", None),
+    ("torch", HEADS.normal, spaces.Discrete(4), "needs a floating Box … Discrete … use cat", "logits"),
+    ("jax", HEADS.tanh_normal, spaces.Discrete(4), "needs … Discrete(4) … use cat", "logits"),
+    ("torch", HEADS.normal, BYTES, "normal needs a float … uint8 … use cat", None),
+    ("jax", HEADS.clipped_normal(0.1), UNBOUNDED, "needs bounds on every action … inf … use normal", HEADS.normal),
+    ("torch", HEADS.clipped_normal([0.1] * 3), BOX, "scale has shape [3], expected a number or [2]", HEADS.normal),
+    ("jax", HEADS.tanh_normal, UNBOUNDED, "needs bounds on every action … inf … use normal", HEADS.normal),
+])  # fmt: skip
 def test_a_head_that_does_not_suit(wrap, head, space, says, other):
     def policy(head):
         if wrap == "torch":
@@ -80,29 +78,16 @@ def test_a_head_that_does_not_suit(wrap, head, space, says, other):
     runs(env, fc.random_policy(env) if mend is None else policy(mend))
 
 
-class Recurrent(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.cell, self.out = nn.GRUCell(4, size), nn.Linear(size, 2)
-
-    def forward(self, observation, memory):
-        memory = self.cell(observation, memory)
-        return self.out(memory), memory
-
-
 def recurrent(size):
-    return fc.torch_policy(Recurrent(size), head=fc.heads.categorical, initial_state=torch.zeros(size))
+    return fc.torch_policy(Recurrent(4, 2, size=size), head=fc.heads.categorical, initial_state=torch.zeros(size))
 
 
-@pytest.mark.parametrize(
-    ("name", "first", "second"),
-    [
-        ("CartPole-v1", good(), recurrent(8)),
-        ("torch/CartPole-v1", recurrent(8), good()),
-        *in_soak([("gymnax/CartPole-v1", recurrent(16), recurrent(8))]),
-        ("gymnax/CartPole-v1", good_jax(), good()),
-    ],
-)
+@pytest.mark.parametrize(("name", "first", "second"), [
+    ("CartPole-v1", good(), recurrent(8)),
+    ("torch/CartPole-v1", recurrent(8), good()),
+    *in_soak([("gymnax/CartPole-v1", recurrent(16), recurrent(8))]),
+    ("gymnax/CartPole-v1", good_jax(), good()),
+])  # fmt: skip
 def test_a_state_of_another_policy(name, first, second):
     env = fc.make_env(name, num_envs=2)
     state = fc.init(env, first, seed=0)
@@ -116,14 +101,11 @@ PAIR = r"returned a dict with the keys \['action'\], expected the pair .* both"
 NAMED = r"keys \['value'\], expected \['action'\] .*: return the action"
 
 
-@pytest.mark.parametrize(
-    ("backend", "name", "answer", "words"),
-    [
-        ("torch", "CartPole-v1", lambda action: {"action": action}, PAIR),
-        ("jax", "gymnax/CartPole-v1", lambda action: {"action": action}, PAIR),
-        ("torch", "CartPole-v1", lambda action: (None, {"value": action}), NAMED),
-    ],
-)
+@pytest.mark.parametrize(("backend", "name", "answer", "words"), [
+    ("torch", "CartPole-v1", lambda action: {"action": action}, PAIR),
+    ("jax", "gymnax/CartPole-v1", lambda action: {"action": action}, PAIR),
+    ("torch", "CartPole-v1", lambda action: (None, {"value": action}), NAMED),
+])  # fmt: skip
 def test_a_call_that_returns_something_else(backend, name, answer, words):
     class Own(fc.PolicyBase):
         params = None
@@ -142,17 +124,14 @@ ABSENT = "bias is absent, expected (2,) … 0.bias is (2,), expected absent … 
 OF_JAX = "params differ … ['w'] is … expected (4, 2) … pass"
 
 
-@pytest.mark.parametrize(
-    ("make", "fitting", "given", "error", "says"),
-    [
-        (good, OWN, {f"0.{name}": value for name, value in OWN.items()}, ValueError, ABSENT),
-        (good, OWN, OWN | {"bias": torch.zeros(3)}, ValueError, "bias is (3,), expected (2,) … pass"),
-        (good, OWN, OWN | {"bias": np.zeros(2)}, ValueError, "bias is ndarray, expected (2,) … pass"),
-        (good, OWN, [OWN["weight"]], TypeError, "params is list … expected a TensorDict … module.state_dict()"),
-        (good_jax, WEIGHTS, {}, ValueError, OF_JAX),
-        (good_jax, WEIGHTS, {"w": jnp.zeros((3, 2))}, ValueError, OF_JAX),
-    ],
-)
+@pytest.mark.parametrize(("make", "fitting", "given", "error", "says"), [
+    (good, OWN, {f"0.{name}": value for name, value in OWN.items()}, ValueError, ABSENT),
+    (good, OWN, OWN | {"bias": torch.zeros(3)}, ValueError, "bias is (3,), expected (2,) … pass"),
+    (good, OWN, OWN | {"bias": np.zeros(2)}, ValueError, "bias is ndarray, expected (2,) … pass"),
+    (good, OWN, [OWN["weight"]], TypeError, "params is list … expected a TensorDict … module.state_dict()"),
+    (good_jax, WEIGHTS, {}, ValueError, OF_JAX),
+    (good_jax, WEIGHTS, {"w": jnp.zeros((3, 2))}, ValueError, OF_JAX),
+])  # fmt: skip
 def test_parameters_that_do_not_fit_leave_state_and_collector_as_they_are(make, fitting, given, error, says):
     env, policy = fc.make_env("CartPole-v1", num_envs=3), make()
     state = fc.init(env, policy, seed=0)
@@ -167,13 +146,10 @@ def test_parameters_that_do_not_fit_leave_state_and_collector_as_they_are(make, 
         assert next(collector)["collector", "policy_version"].eq(1).all()
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (fc.random_policy, "params were given to a random policy … leave them out"),
-        (lambda _: fc.torch_policy(lambda x: (x[:, 0] > 0) * 1), "params were given … pass a torch"),
-    ],
-)
+@pytest.mark.parametrize(("make", "says"), [
+    (fc.random_policy, "params were given to a random policy … leave them out"),
+    (lambda _: fc.torch_policy(lambda x: (x[:, 0] > 0) * 1), "params were given … pass a torch"),
+])  # fmt: skip
 def test_parameters_for_a_policy_that_takes_none(make, says):
     env = fc.make_env("CartPole-v1")
     policy = make(env)

@@ -51,12 +51,12 @@ def mlp(inputs, outputs, seed=0):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, inputs, outputs, seed=0):
+    def __init__(self, inputs, outputs, seed=0, size=HIDDEN):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.cell = nn.GRUCell(inputs, HIDDEN)
-            self.out = nn.Linear(HIDDEN, outputs)
+            self.cell = nn.GRUCell(inputs, size)
+            self.out = nn.Linear(size, outputs)
 
     def forward(self, observation, hidden):
         hidden = self.cell(observation, hidden)

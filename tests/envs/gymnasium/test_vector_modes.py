@@ -137,7 +137,6 @@ class Plain(VectorEnv):
 
     num_envs, spec = P, None
     single_observation_space, single_action_space = spaces.Box(0, 9, (1,)), spaces.Discrete(2)
-    reports = True
 
     def reset(self, *, seed=None, options=None):
         assert options is None
@@ -152,7 +151,7 @@ class Plain(VectorEnv):
         self.count = self.count + 1
         over, final = self.count >= 4, self.seen()
         self.count = np.where(over, 0, self.count)
-        return self.seen(), np.ones(P), over, over & False, {"final_obs": final} if self.reports else {}
+        return self.seen(), np.ones(P), over, over & False, {"final_obs": final}
 
 
 class Together(Plain):
@@ -170,10 +169,6 @@ class Together(Plain):
 def test_infos_where_one_step_resets_all_lanes():
     batch = data(Together(), info_keys=["at"], autoreset_mode="NEXT_STEP")
     assert batch["next", "info", "at"][0, 4:12, 0].tolist() == [1, 2, 3, 4] * 2
-
-
-class Silent(Plain):
-    reports = False
 
 
 class Masked(Plain):
@@ -350,7 +345,6 @@ def test_rows_that_another_policy_made_are_refused(first, then, says):
     (lambda: fc.make_env(Plain(), autoreset_mode="same"), ValueError, "autoreset_mode must be one of|is 'same'"),
     (lambda: fc.make_env("CartPole-v1", autoreset_mode="DISABLED"), ValueError, "is for a VectorEnv.*leave it out"),
     (lambda: data(Plain(), autoreset_mode="SAME_STEP", limit=3), fc.EnvError, "a reset within an episode"),
-    (lambda: data(Silent(), autoreset_mode="SAME_STEP"), fc.EnvError, "does not report the last observations"),
     (lambda: data(Some(), autoreset_mode=SAME_STEP), fc.EnvError, r"lanes \[0\]: .*does not report the last"),
     (lambda: data(Plain(), autoreset_mode="SAME_STEP", info_keys=["x"]), fc.EnvError, "no info key 'x'"),
     (lambda: games(batch_size=1), ValueError, "batch_size is 1, .* all lanes, 2: leave it out, or take EnvPool's"),

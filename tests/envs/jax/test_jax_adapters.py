@@ -17,7 +17,6 @@ from brax.envs.wrappers.training import AutoResetWrapper, EpisodeWrapper
 from flax import struct
 from gymnasium import spaces
 from gymnasium.envs.phys2d.cartpole import CartPoleFunctional, CartPoleParams
-from gymnax.environments.environment import Environment
 from xminigrid.wrappers import DirectionObservationWrapper, GymAutoResetWrapper
 
 import funcollect as fc
@@ -26,7 +25,7 @@ from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
 from funcollect.errors import EnvError
 from funcollect.specs import disassemble
 from tests.support.compare import assert_same, collect, fresh
-from tests.support.envs.jax_suites import functions_suite, reset, step
+from tests.support.envs.jax_suites import LaterWalk, functions_suite, reset, step
 from tests.support.running import once
 
 IDS = {
@@ -145,37 +144,23 @@ def test_in_craftax_death_terminates_and_time_truncates(auto_reset):
 
 
 @struct.dataclass
-class Crafted:
-    timestep: int
-
-
-@struct.dataclass
 class CraftedParams:
     max_length: int = 10
 
 
-class LikeCraftax(Environment):
+class LikeCraftax(LaterWalk):
     """gymnax's class, but neither `max_timesteps` nor `max_steps_in_episode`."""
 
-    default_params, name = CraftedParams(), "LikeCraftax"
+    default_params = CraftedParams()
 
     def reset_env(self, key, params):
-        return jnp.zeros(3), Crafted(0)
-
-    def step_env(self, key, state, action, params):
-        state = Crafted(state.timestep + 1)
-        return jnp.zeros(3), state, 0.0, state.timestep >= params.max_length, {}
-
-    def observation_space(self, params):
-        return gymnax.environments.spaces.Box(0, 1, (3,))
-
-    def action_space(self, params=None):
-        return gymnax.environments.spaces.Discrete(2)
+        return super().reset_env(key, params, None)
 
 
 class OfPairs(LikeCraftax):
     def reset_env(self, key, params):
-        return (jnp.zeros(3), jnp.zeros(3)), Crafted(0)
+        seen, state = super().reset_env(key, params)
+        return (seen, seen), state
 
 
 @pytest.mark.parametrize("kind", [LikeCraftax, OfPairs])

@@ -42,7 +42,7 @@ class Sampling(gymnasium.Env):
 
     def step(self, action):
         assert self.action_space.contains(action), action
-        flat = np.ravel(action).astype(np.float64)
+        flat = spaces.flatten(self.action_space, action).astype(np.float64)
         self.left -= 1
         info = {"half": self.left / 2, "pair": np.array([self.left, -self.left]), "flag": self.left > 2}
         reward = float(flat @ (np.arange(flat.size) + 1))
