@@ -122,7 +122,6 @@ class Told(fc.envs.JaxEnvBase):
 
 def test_other_parameters_of_an_environment_hold_from_each_lanes_next_episode_on():
     """Whether starts made ahead with the old ones are left depends on the lanes beside it."""
-
     pairs = {lanes: (env := Told(lanes), fc.random_policy(env)) for lanes in (1, 4)}
 
     def shown(first, lanes):

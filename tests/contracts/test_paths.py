@@ -165,12 +165,9 @@ def differences(name, head, recurrent=False, **options):
         batches.append(batch)
     last, run = np.asarray(state.observation["observation",])[:, None], torch.cat(batches, -1)
     table, wanted = np.concatenate([run["observation"].numpy(), last], 1), run["action"].numpy()
-    return {
-        path: np.abs(taken(path, env, module, head, table, **options).astype(np.float64) - wanted)
-        .reshape(LANES, ROLLOUTS * STEPS, -1)
-        .max(-1)
-        for path in (RECURRENT if recurrent else ALL)
-    }
+    found = {path: taken(path, env, module, head, table, **options) for path in (RECURRENT if recurrent else ALL)}
+    apart = {path: np.abs(actions.astype(np.float64) - wanted) for path, actions in found.items()}
+    return {path: each.reshape(LANES, ROLLOUTS * STEPS, -1).max(-1) for path, each in apart.items()}
 
 
 MORE = in_soak([("CartPole-v1", "RANDOM"), ("gymnax/CartPole-v1", "DETERMINISTIC"), ("CartPole-v1", "DETERMINISTIC")])

@@ -209,12 +209,9 @@ def test_observations_that_are_called_info_are_no_infos(tmp_path):
 
 
 def test_actions_of_parts_are_written_as_the_environment_takes_them(tmp_path):
-    for number, acting in enumerate(
-        (
-            spaces.Dict(z=spaces.Discrete(2, start=1), k=spaces.MultiDiscrete([3, 4])),
-            spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.Dict(a=spaces.Box(-1, 1, (1, 2), np.float64)))),
-        )
-    ):
+    choices = spaces.Dict(z=spaces.Discrete(2, start=1), k=spaces.MultiDiscrete([3, 4]))
+    boxes = spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.Dict(a=spaces.Box(-1, 1, (1, 2), np.float64))))
+    for number, acting in enumerate((choices, boxes)):
         env = fc.make_env([partial(Sampling, BOX, acting)] * 2)
         wanted = episodes(collected(env, 60))
         write_minari(tmp_path / f"{number}", collected(env, 20), env=env)
@@ -245,12 +242,8 @@ def test_episodes_that_ended_before_an_exception_are_written(form, tmp_path):
 def test_leaves_that_no_table_holds_are_named():
     batch = next(collected(make("box"), 60)).unlock_()
     lead = batch.batch_size
-    others = {
-        "complex": torch.zeros(*lead, dtype=torch.complex64),
-        "empty": torch.zeros(*lead, 0),
-        "words": NonTensorData("x", batch_size=lead),
-    }
-    for name, leaf in others.items():
+    others = {"empty": torch.zeros(*lead, 0), "words": NonTensorData("x", batch_size=lead)}
+    for name, leaf in (others | {"complex": torch.zeros(*lead, dtype=torch.complex64)}).items():
         with pytest.raises(TypeError, match=f"'{name}': .* expected numbers with dtypes of NumPy: leave them out"):
             to_hf([batch.clone().set(name, leaf)])
     twice = batch.clone().set("a.b", batch["action"]).set(("a", "b"), batch["action"])
@@ -261,9 +254,8 @@ def test_leaves_that_no_table_holds_are_named():
 def test_a_table_of_hugging_face_has_every_leaf(tmp_path):
     env, policy = fc.make_env("CartPole-v1", num_envs=3), torch_mlp(fc.make_env("CartPole-v1", num_envs=3))
     wanted = episodes(collected(env, 60, policy=policy))
-    in_memory, saved = (
-        to_hf(collected(env, 6, policy=policy), to, frames_per_part=50) for to in (None, tmp_path / "t")
-    )
+    places = None, tmp_path / "t"
+    in_memory, saved = (to_hf(collected(env, 6, policy=policy), to, frames_per_part=50) for to in places)
     assert isinstance(saved, hugging_face.Dataset)
     assert in_memory[5] == saved[5]
     assert {"observation", "next.reward", "collector.traj_ids", "action_log_prob"} < {*saved.column_names}
@@ -327,14 +319,12 @@ def test_batches_of_a_dataset_that_minari_has_collected_go_anywhere(tmp_path, mo
         env.reset(seed=seed)
         while not any(env.step(env.action_space.sample())[2:4]):
             pass
-    theirs = env.create_dataset(
-        "cartpole/theirs-v0", algorithm_name="random", author="x", author_email="x", code_permalink="x", description="x"
-    )
+    about = {"algorithm_name": "random", "author": "x", "author_email": "x", "code_permalink": "x", "description": "x"}
+    theirs = env.create_dataset("cartpole/theirs-v0", **about)
     env.close()
     batches = [*read_minari("cartpole/theirs-v0", frames_per_batch=100)]
     lengths = [len(each.rewards) for each in theirs]
-    stats = None
-    ended = []
+    stats, ended = None, []
     for batch in batches:
         stats = fc.episode_stats(batch, stats)
         ended += stats.lengths.tolist()
@@ -344,9 +334,8 @@ def test_batches_of_a_dataset_that_minari_has_collected_go_anywhere(tmp_path, mo
         assert target[starts, 0].tolist() == stats.returns.tolist() == stats.lengths.tolist()
     assert ended == lengths
     whole = torch.cat(batches)
-    np.testing.assert_array_equal(
-        whole["next", "observation"], np.concatenate([each.observations[1:] for each in theirs])
-    )
+    following = np.concatenate([each.observations[1:] for each in theirs])
+    np.testing.assert_array_equal(whole["next", "observation"], following)
     assert fc.split_trajectories(whole).shape == (20, max(lengths))
     for size in (50, 10_000):
         sampler = fc.SliceSampler(num_slices=4, traj_key=("collector", "traj_ids"), strict_length=False)
@@ -392,11 +381,8 @@ def test_lerobots_files_are_as_its_specification_has_them(tmp_path):
     info = json.loads((tmp_path / "meta" / "info.json").read_text())
     assert (info["codebase_version"], info["total_frames"], info["fps"]) == ("v3.0", frames, 10)
     features = info["features"]
-    assert features["observation.images.camera"] == {
-        "dtype": "image",
-        "shape": [6, 5, 3],
-        "names": ["height", "width", "channels"],
-    }
+    names = ["height", "width", "channels"]
+    assert features["observation.images.camera"] == {"dtype": "image", "shape": [6, 5, 3], "names": names}
     assert features["observation.arm.angle"]["shape"] == features["observation.arm.grip"]["shape"] == [1]
     assert features["observation.grid"] == {"dtype": "int32", "shape": [2, 3], "names": None}
     table = pyarrow.parquet.read_table(tmp_path / "data")
@@ -412,12 +398,8 @@ def test_lerobots_files_are_as_its_specification_has_them(tmp_path):
         assert [*row.tasks] == ["wave"]
     stats = json.loads((tmp_path / "meta" / "stats.json").read_text())
     rewards = rows["next.reward"].to_numpy(np.float64)
-    for name, value in (
-        ("mean", rewards.mean()),
-        ("std", rewards.std()),
-        ("min", rewards.min()),
-        ("max", rewards.max()),
-    ):
+    for name in ("mean", "std", "min", "max"):
+        value = getattr(rewards, name)()
         np.testing.assert_allclose(stats["next.reward"][name], [value], rtol=1e-6, atol=1e-9)
     assert np.shape(stats["observation.images.camera"]["mean"]) == (3, 1, 1)
     # Its reader casts the columns to these features.
@@ -425,9 +407,8 @@ def test_lerobots_files_are_as_its_specification_has_them(tmp_path):
     kinds["observation.grid"] = hugging_face.Array2D((2, 3), "int32")
     kinds["observation.images.camera"] = hugging_face.Image()
     files = [str(path) for path in sorted((tmp_path / "data").glob("*/*.parquet"))]
-    cast = hugging_face.Dataset.from_parquet(
-        files, cache_dir=str(tmp_path / "cache"), columns=[*kinds], features=hugging_face.Features(kinds)
-    )
+    options = {"cache_dir": str(tmp_path / "cache"), "columns": [*kinds], "features": hugging_face.Features(kinds)}
+    cast = hugging_face.Dataset.from_parquet(files, **options)
     assert np.array(cast[0]["observation.grid"]).shape == (2, 3)
     assert cast[0]["observation.images.camera"].size == (5, 6)
 
@@ -543,6 +524,7 @@ def test_parts_are_written_while_batches_come_and_workers_episodes_are_joined(tm
 
 
 N = 7
+ONES = np.ones(N)
 ROWS = {
     "observations": np.arange(2.0 * N).reshape(N, 2),
     "actions": np.arange(N),
@@ -582,14 +564,11 @@ def test_arrays_with_d4rls_names(tmp_path):
     ({"rewards": np.ones(3)}, ValueError, "'next.reward': 3.*expected one length, of at least 1: cut them"),
     ({"rewards": None}, ValueError, "expected observations, actions, rewards and terminations"),
     ({"rewards": np.ones((N, 2))}, ValueError, r"'next.reward': \(7, 2\).*expected one number for each frame"),
-    ({"observations": {"action": np.ones(N), "x": np.ones(N)}}, ValueError, "key 'action' collides"),
+    ({"observations": {"action": ONES, "x": ONES}}, ValueError, "key 'action' collides"),
     ({"next_observations": {"reward": np.ones(N)}}, ValueError, "key 'reward' collides"),
     ({"dones": np.arange(N) == 3}, ValueError, "'dones' beside another name of the same array: leave one out"),
     ({"terminals": np.zeros(N), "timeouts": np.ones(N)}, ValueError, "only frames that end.*: add next_observations"),
-    (
-        {"observations": {"a": np.ones(N), "b": np.ones(N)}, "next_observations": {"a": np.ones(N)}},
-        ValueError, r"next_observations lack \['b'\]",
-    ),
+    ({"observations": {"a": ONES, "b": ONES}, "next_observations": {"a": ONES}}, ValueError, r"lack \['b'\]"),
 ])  # fmt: skip
 def test_arrays_that_do_not_fit(change, error, words):
     with pytest.raises(error, match=words):

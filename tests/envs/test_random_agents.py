@@ -31,11 +31,8 @@ class Roaming(ParallelEnv):
         return spaces.Box(-9, 99, (self.sizes[agent],), np.float32)
 
     def action_space(self, agent):
-        return (
-            spaces.Discrete(self.sizes[agent] + 1)
-            if agent[0] in self.discrete
-            else spaces.Box(-1, 1, (self.sizes[agent],))
-        )
+        size = self.sizes[agent]
+        return spaces.Discrete(size + 1) if agent[0] in self.discrete else spaces.Box(-1, 1, (size,))
 
     def reset(self, seed=None, options=None):
         self.random = np.random.default_rng(seed) if seed is not None else self.random

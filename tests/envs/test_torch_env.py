@@ -76,16 +76,6 @@ def test_a_cart_pole_terminates_beyond_its_bounds_and_not_at_them(bound, sign):
     assert step(CartPole(2), state, torch.zeros(2).long()).terminated.tolist() == [False, True]
 
 
-@both
-def test_resets_are_a_function_of_key_lane_and_episode(name, make):
-    env = make(4)
-    many = env.reset(keys([5, 0, 9, 5], [2, 0, 1, 3], seed=7), None)[0]
-    for row, lane, episode in zip(many, (5, 0, 9, 5), (2, 0, 1, 3), strict=True):
-        assert torch.equal(make().reset(keys([lane], [episode], seed=7), None)[0][0], row)
-    assert len({tuple(row) for row in many.tolist()}) == 4
-    assert not torch.equal(env.reset(keys([5], [2], seed=8), None)[0][0], many[0])
-
-
 def test_starts_have_gymnasiums_distribution():
     poles, pendulums = start(CartPole(), 4000), start(Pendulum(), 4000)
     for column, bound in [(poles[:, i], 0.05) for i in range(4)] + [(pendulums[:, 0], math.pi), (pendulums[:, 1], 1)]:

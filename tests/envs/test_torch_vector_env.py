@@ -92,31 +92,60 @@ def test_actions_in_parts_and_infos_within_infos():
     assert torch.equal(batch["next", "info", "sums.y"], batch["action"][..., 2])
 
 
-class LikeIsaacLab(gymnasium.Env):
-    """`ManagerBasedRLEnv` in a wrapper that adds last observations: no vector environment, groups of observations."""
+class Noisy(Walks):
+    """What all of them simulate; each look at it draws noise of its own for all lanes, as Isaac Lab's do."""
 
-    def __init__(self, *, reports=True, device="cpu"):
-        self.walks, self.num_envs, self.device, self.reports = Walks(device), P, device, reports
-        self.single_observation_space = spaces.Dict({"policy": spaces.Box(-np.inf, np.inf, (2,), np.float32)})
-        self.single_action_space = Walks.single_action_space
+    num_envs = P
+    seen = torch.zeros(0)
+
+    def look(self):
+        self.seen = self.place + torch.randn(P, 2, generator=self.generator, device=self.device)
+        return self.seen
+
+    def start_some(self, lanes):
+        mask = torch.zeros(P, dtype=torch.bool, device=self.device)
+        mask[lanes] = True
+        self.start(mask)
+
+
+BOX = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+
+class IsaacLab(gymnasium.Env):
+    """`ManagerBasedRLEnv`: no vector environment; `extras` is one dict; a lane that is over waits for a reset."""
+
+    single_observation_space, single_action_space = spaces.Dict(policy=BOX), Walks.single_action_space
+
+    def __init__(self, mode=None, device=None, reports=True):
+        self.metadata = {} if mode is None else {"autoreset_mode": AutoresetMode[mode]}
+        self.walks, self.num_envs, self.extras, self.same_step = Noisy(device), P, {}, mode != "DISABLED"
+        self.reports = reports
+        self.device, self.idle = str(self.walks.device), torch.zeros(P, dtype=torch.bool, device=device)
 
     def reset(self, seed=None, env_ids=None, options=None):
-        if env_ids is None:
-            self.walks.begin(seed)
-        else:
-            self.walks.start(torch.isin(torch.arange(P, device=self.device), env_ids))
-        return {"policy": self.walks.place}, {"log": {}}
+        if seed is not None:
+            self.walks.generator.manual_seed(seed)
+        ids = torch.arange(P, device=self.device) if env_ids is None else env_ids
+        assert len(ids)
+        self.walks.start_some(ids)
+        self.idle[ids] = False
+        return {"policy": self.walks.look()}, self.extras
 
     def step(self, action):
+        before = self.walks.place, self.walks.age
         reward, terminated, truncated = self.walks.move(action)
-        extras = {"success": terminated}
-        if self.reports:
-            extras["final_obs"] = {"policy": self.walks.place}
-        self.walks.start(terminated | truncated)
-        return {"policy": self.walks.place}, reward, terminated, truncated, extras
-
-    def close(self):
-        self.walks.closed = True
+        over, idle = terminated | truncated, self.idle
+        if self.same_step:
+            if not self.metadata or over.any():
+                self.extras |= {"final_obs": {"policy": self.walks.look()}} if self.reports else {}
+                self.walks.start(over)
+        else:
+            self.walks.place = torch.where(idle[:, None], before[0], self.walks.place)
+            self.walks.age = torch.where(idle, before[1], self.walks.age)
+            self.idle = idle | over
+        seen = {"policy": self.walks.look()}
+        self.extras["success"] = terminated
+        return seen, torch.where(idle, 0.0, reward), terminated & ~idle, truncated & ~idle, self.extras
 
 
 class ReportsSome(LikeManiSkill):
@@ -186,7 +215,7 @@ def test_what_cannot_be_done_is_said(tmp_path):
         fc.init(env, policy, seed=0)
     fc.close(state)
     assert one.closed
-    for kind in (partial(LikeIsaacLab, reports=False), ReportsSome):
+    for kind in (partial(IsaacLab, reports=False), ReportsSome):
         silent, policy, state = fresh(fc.envs.from_torch_vector_env(kind))
         with pytest.raises(EnvError, match=r"does not report the last observations of their episodes.*'final_obs'"):
             fc.rollout(silent, policy, state, 20)
@@ -229,20 +258,20 @@ def test_wrong_answers_are_named(change, says):
         fc.rollout(env, policy, state, 9)
 
 
-class Groups(LikeIsaacLab):
+class Groups(IsaacLab):
     """Observations of several groups and dtypes, one of them not in the space."""
 
     def __init__(self):
         super().__init__()
-        policy = self.single_observation_space["policy"]
-        self.single_observation_space = spaces.Dict(policy=policy, age=spaces.Box(0, 2**40, (), np.int64))
+        self.single_observation_space = spaces.Dict(policy=BOX, age=spaces.Box(0, 2**40, (), np.int64))
 
     def reset(self, seed=None, env_ids=None, options=None):
         return self.observed(super().reset(seed)[0]), {}
 
     def step(self, action):
         observation, *rest, extras = super().step(action)
-        return self.observed(observation), *rest, {"final_obs": self.observed(extras["final_obs"])}
+        final = {"final_obs": self.observed(extras["final_obs"])} if "final_obs" in extras else {}
+        return self.observed(observation), *rest, final
 
     def observed(self, observation):
         return {"policy": observation["policy"].half(), "age": self.walks.age, "more": torch.zeros(7)}
@@ -297,7 +326,7 @@ def test_vector_environments_of_gymnasium_change_the_mode_of_no_other_one():
     both = [SyncVectorEnv([Plain], autoreset_mode=mode) for mode in (AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP)]
     assert both[0].metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP
     try:
-        assert fc.envs.from_torch_vector_env(LikeIsaacLab).num_envs == P
+        assert fc.envs.from_torch_vector_env(IsaacLab).num_envs == P
         for vector, mode in zip(both, ("DISABLED", "NEXT_STEP"), strict=True):
             both[0].metadata["autoreset_mode"] = AutoresetMode.SAME_STEP
             with pytest.raises(ValueError, match=f"and SyncVectorEnv declares {mode}"):

@@ -13,63 +13,9 @@ from gymnasium.wrappers import OrderEnforcing
 
 import funcollect as fc
 from funcollect.errors import EnvError
-from tests.envs.test_torch_vector_env import LikeIsaacLab, LikeManiSkill, P, Walks
+from tests.envs.test_torch_vector_env import BOX, IsaacLab, LikeManiSkill, Noisy, P, Walks
 from tests.support.compare import assert_same, collect, fresh, leaves
 from tests.support.devices import each_device
-
-
-class Noisy(Walks):
-    """What all of them simulate; each look at it draws noise of its own for all lanes, as Isaac Lab's do."""
-
-    num_envs = P
-    seen = torch.zeros(0)
-
-    def look(self):
-        self.seen = self.place + torch.randn(P, 2, generator=self.generator, device=self.device)
-        return self.seen
-
-    def start_some(self, lanes):
-        mask = torch.zeros(P, dtype=torch.bool, device=self.device)
-        mask[lanes] = True
-        self.start(mask)
-
-
-BOX = spaces.Box(-np.inf, np.inf, (2,), np.float32)
-
-
-class IsaacLab(gymnasium.Env):
-    """`ManagerBasedRLEnv`: no vector environment; `extras` is one dict; a lane that is over waits for its reset."""
-
-    single_observation_space, single_action_space = spaces.Dict(policy=BOX), Walks.single_action_space
-
-    def __init__(self, mode="DISABLED", device=None):
-        self.metadata = {"autoreset_mode": AutoresetMode[mode]}
-        self.walks, self.num_envs, self.extras, self.same_step = Noisy(device), P, {}, mode == "SAME_STEP"
-        self.device, self.idle = str(self.walks.device), torch.zeros(P, dtype=torch.bool, device=device)
-
-    def reset(self, seed=None, env_ids=None, options=None):
-        if seed is not None:
-            self.walks.generator.manual_seed(seed)
-        ids = torch.arange(P, device=self.device) if env_ids is None else env_ids
-        assert len(ids)
-        self.walks.start_some(ids)
-        self.idle[ids] = False
-        return {"policy": self.walks.look()}, self.extras
-
-    def step(self, action):
-        before = self.walks.place, self.walks.age
-        reward, terminated, truncated = self.walks.move(action)
-        over, idle = terminated | truncated, self.idle
-        if self.same_step:
-            if over.any():
-                self.extras["final_obs"] = {"policy": self.walks.look()}
-                self.walks.start(over)
-        else:
-            self.walks.place = torch.where(idle[:, None], before[0], self.walks.place)
-            self.walks.age = torch.where(idle, before[1], self.walks.age)
-            self.idle = idle | over
-        seen = {"policy": self.walks.look()}
-        return seen, torch.where(idle, 0.0, reward), terminated & ~idle, truncated & ~idle, self.extras
 
 
 def isaac_lab(mode="DISABLED", device=None):
@@ -197,7 +143,7 @@ def by_mask(env, mask):
 SUCCESS = {"info_keys": ["success"]}
 KINDS = {
     "ManiSkill that resets all": (LikeManiSkill, SUCCESS, None),
-    "Isaac Lab that resets itself": (lambda device: gymnasium.Wrapper(LikeIsaacLab(device=device)), SUCCESS, by_ids),
+    "Isaac Lab that resets itself": (lambda device: gymnasium.Wrapper(IsaacLab(device=device)), SUCCESS, by_ids),
     "Isaac Lab": (isaac_lab, {}, by_ids),
     "Isaac Lab, same step": (partial(isaac_lab, "SAME_STEP"), {}, by_ids),
     "mjlab": (Mjlab, {}, by_ids),
@@ -337,14 +283,14 @@ class Patient(IsaacLab):
     """Resets nothing, and does not say so."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__("DISABLED")
         self.metadata = {}
 
 
 @pytest.mark.parametrize(("does", "given", "check", "says"), [
     (LikeManiSkill, {"autoreset_mode": "DISABLED"}, "runs", OTHERS),
     (LikeManiSkill, {"autoreset_mode": "NEXT_STEP", "partial_reset": "reset_mask"}, "runs", OTHERS),
-    (partial(LikeIsaacLab, reports=False), {"autoreset_mode": "DISABLED"}, "terminal", "begin with"),
+    (partial(IsaacLab, reports=False), {"autoreset_mode": "DISABLED"}, "terminal", "begin with"),
     (partial(Masked, True), {}, "runs", "does not report the last observations .*autoreset_mode='DISABLED'"),
     (Patient, {"autoreset_mode": "SAME_STEP"}, "runs", "does not report the last observations"),
 ])  # fmt: skip

@@ -374,53 +374,13 @@ def test_random_actions_follow_the_masks_of_groups():
     from pettingzoo.classic import tictactoe_v3
 
     env = fc.make_env(lambda: PettingZooWrapper(tictactoe_v3.raw_env(), use_mask=True, categorical_actions=True))
-    policy = fc.random_policy(env)
-    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 60)
-    assert batch["next", "done"].sum() > 5
-
-
-class Teams(envs.EnvBase):
-    """Natively batched; two groups, of which one has two agents, and flags of the lanes alone."""
-
-    def __init__(self):
-        super().__init__(batch_size=[3])
-
-        def of(make):
-            return Composite({"ant": make(2), "bee": make(1)}, shape=(3,))
-
-        self.observation_spec = of(lambda n: Composite(observation=Unbounded((3, n, 2)), shape=(3, n)))
-        self.action_spec = of(lambda n: Composite(action=Bounded(-1, 1, (3, n, 2)), shape=(3, n)))
-        self.reward_spec = of(lambda n: Composite(reward=Unbounded((3, n, 1)), shape=(3, n)))
-        self.done_spec = Categorical(2, dtype=torch.bool, shape=(3, 1))
-
-    def _reset(self, tensordict):
-        mask = torch.ones(3, 1, 1, dtype=bool) if tensordict is None else tensordict["_reset"][..., None]
-        place = torch.zeros(3, 3, 2) if mask.all() else torch.where(mask, 0, self.place)
-        return self.seen(place)
-
-    def seen(self, place, **more):
-        self.place = place
-        own = {
-            name: {"observation": place[:, part].clone()} for name, part in (("ant", slice(2)), ("bee", slice(2, 3)))
-        }
-        return TensorDict(own | more, [3])
-
-    def _step(self, tensordict):
-        moves = torch.cat([tensordict["ant", "action"], tensordict["bee", "action"]], 1)
-        after = self.seen(self.place + moves)
-        for name in ("ant", "bee"):
-            after[name, "reward"] = after[name, "observation"].sum(-1, keepdim=True)
-        return after.set("done", self.place.abs().amax((1, 2))[:, None] > 3)
-
-    def _set_seed(self, seed):
-        torch.manual_seed(seed)
+    assert collect(env, fc.random_policy(env), 60)["next", "done"].sum() > 5
 
 
 GROUPED = {
     "pettingzoo": tag,
     "serial of pettingzoo": lambda: SerialEnv(2, tag),
     "masks": lambda: TransformedEnv(tag(use_mask=True, done_on_any=False), StepCounter()),
-    "batched": Teams,
 }
 
 
@@ -437,10 +397,10 @@ def test_groups_have_the_keys_and_values_of_torchrls_own_loop(name):
 
 def test_a_policy_for_each_group_of_lanes_of_torchrls():
     nets = {"adversary": 16, "agent": 14}
-    policy = fc.by_group(
-        {name: fc.torch_policy(mlp(size, 5), head=fc.heads.categorical) for name, size in nets.items()}
-    )
-    batches = [collect(fc.make_env(tag, num_envs=2, **spread), policy, 20) for spread in ({}, {"num_workers": 2})]
+    own = {name: fc.torch_policy(mlp(size, 5), head=fc.heads.categorical) for name, size in nets.items()}
+    batches = [
+        collect(fc.make_env(tag, num_envs=2, **spread), fc.by_group(own), 20) for spread in ({}, {"num_workers": 2})
+    ]
     assert_same(*batches)
     rows = fc.agents_as_rows(batches[0], "adversary")
     assert rows["next", "reward"].shape == (2, 3, 20, 1)

@@ -7,7 +7,7 @@ import funcollect as fc
 from funcollect.core.loops import device as device_loop
 from funcollect.core.loops import eager, over_jax, tensor
 from funcollect.interop.cuda_graph import CudaGraph
-from tests.envs.test_torch_vector_env import LikeIsaacLab
+from tests.envs.test_torch_vector_env import IsaacLab
 from tests.support.cases import mlp
 from tests.support.compare import assert_same, collect
 from tests.support.devices import GPU_FIRST, capture_on_the_cpu, each_device, forbid_waits
@@ -65,7 +65,7 @@ def test_cuda_graphs_do_not_wait(device, monkeypatch):
 
 @each_device
 def test_steps_of_simulators_on_the_device_do_not_wait(device, monkeypatch):
-    env = fc.envs.from_torch_vector_env(lambda: gymnasium.Wrapper(LikeIsaacLab(device=device)))
+    env = fc.envs.from_torch_vector_env(lambda: gymnasium.Wrapper(IsaacLab(device=device)))
     inner = network(2, 3, device, None).module
     policy = fc.torch_policy(lambda x: inner(x["policy"]), head=fc.heads.categorical, device=device)
     calls, owner = [], device_loop._DeviceStepper

@@ -126,10 +126,8 @@ def test_lanes_that_recover_begin_other_episodes_from_their_seeds():
     state = fc.recover(env, state)
     _, batch = fc.rollout(env, policy, state, 2)
     assert batch["count"][..., 0].tolist() == [[0, 1]] * P
-    ends = [
-        np.random.default_rng(fold(key_from_seed(0), Purpose.RESET, lane, 1)[0]).integers(3, 9) for lane in range(P)
-    ]
-    assert batch["end"][:, 0].tolist() == ends
+    seeds = [fold(key_from_seed(0), Purpose.RESET, lane, 1)[0] for lane in range(P)]
+    assert batch["end"][:, 0].tolist() == [np.random.default_rng(seed).integers(3, 9) for seed in seeds]
 
 
 class Plain(VectorEnv):
@@ -276,9 +274,7 @@ class Lengths(VectorEnv):
 
 
 def test_the_end_of_a_row_that_a_reset_drops_ends_nothing():
-    env = fc.make_env(Lengths)
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 2)
+    env, policy, state = fresh(Lengths, steps=2)
     state = fc.reset(env, state, torch.tensor([False, True]))  # the lane is one row ahead, with which its episode ended
     _, batch = fc.rollout(env, policy, state, 3)
     assert batch["observation"][1].tolist() == [[1, 0], [1, 1], [1, 2]]
@@ -287,9 +283,7 @@ def test_the_end_of_a_row_that_a_reset_drops_ends_nothing():
 
 
 def test_the_exploration_is_that_of_the_rollout_that_made_a_row():
-    env = fc.make_env(late)
-    head = fc.heads.epsilon_greedy(0.5)
-    policy = fc.torch_policy(lambda seen: seen[:, :2], head=head)
+    env, policy = fc.make_env(late), linear(fc.heads.epsilon_greedy(0.5))
     state, rates, carried = fc.init(env, policy, seed=0), torch.linspace(0, 1, LATE), 0
     for number in range(5):
         given = {"epsilon": rates.roll(number) if number % 2 else number / 8}
@@ -305,9 +299,7 @@ def test_the_exploration_is_that_of_the_rollout_that_made_a_row():
 
 def test_random_first_frames_of_lanes_that_run_ahead():
     env = fc.make_env(late)
-    never = fc.torch_policy(
-        lambda observation: torch.tensor([50.0, 0.0]).expand(len(observation), 2), head=fc.heads.categorical
-    )
+    never = fc.torch_policy(lambda seen: seen[:, :2] * 0 + torch.tensor([50.0, 0.0]), head=fc.heads.categorical)
     options = {"frames_per_batch": 20 * LATE, "total_frames": 80 * LATE, "init_random_frames": 40 * LATE, "seed": 0}
     with fc.SyncDataCollector(env, never, **options) as collector:
         batch = torch.cat([each.clone() for each in collector], 1)

@@ -192,29 +192,18 @@ def test_policies_of_tensordicts_see_where_trajectories_begin(name):
     assert torch.equal(two["action"] == 1, two["collector", "step"] == 0) or name == "a function"
 
 
-class Interrupted:
-    """A pool during whose next answer Ctrl-C comes."""
+def test_ctrl_c_as_a_pool_answers_loses_no_answer(monkeypatch):
+    env, policy, state = fresh("envpool/CartPole-v1", steps=5, num_envs=4, batch_size=2)
+    pool = state.env_state.simulation.simulators._pool
 
-    def __init__(self, pool):
-        self.pool, self.comes = pool, True
-
-    def __getattr__(self, name):
-        return getattr(self.pool, name)
-
-    def recv(self):
-        answer = self.pool.recv()
-        if self.comes:
-            self.comes = False
-            os.kill(os.getpid(), signal.SIGINT)
+    def interrupted(**given):
+        answer = received(**given)
+        monkeypatch.undo()
+        os.kill(os.getpid(), signal.SIGINT)
         return answer
 
-
-def test_ctrl_c_as_a_pool_answers_loses_no_answer():
-    env = fc.make_env("envpool/CartPole-v1", num_envs=4, batch_size=2)
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
-    live = state.env_state.simulation.simulators
-    live._pool = Interrupted(live._pool)
+    received = pool.recv
+    monkeypatch.setattr(pool, "recv", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fc.rollout(env, policy, state, 5)
     state = fc.recover(env, state)

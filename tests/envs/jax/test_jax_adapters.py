@@ -233,14 +233,6 @@ def rollout(env, length=64):
     return collect(env, fc.random_policy(env), length, seed=0)
 
 
-@pytest.mark.evening  # what `test_players_of_a_game_in_one_loop` does with this game
-def test_a_mask_is_honoured():
-    batch = rollout(fc.make_env("pgx/tic_tac_toe", num_envs=2))
-    assert batch["action_mask"].dtype == torch.bool
-    assert batch["action_mask"].gather(-1, batch["action"].unsqueeze(-1)).all()
-    assert not batch["action_mask"].all()
-
-
 def test_one_hot_actions_are_the_same_actions():
     plain, hot = (rollout(functions_suite(num_envs=None, one_hot=one_hot).env) for one_hot in (False, True))
     assert hot["action"].shape == (64, 3)

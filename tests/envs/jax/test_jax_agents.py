@@ -13,8 +13,8 @@ import funcollect as fc
 from funcollect.keys import Purpose, key_from_seed
 from tests.envs import test_agents
 from tests.envs.test_agents import POLICIES
+from tests.envs.test_turns import recurrent
 from tests.support.agents import AGENTS, CLOCK, GROUPS, check_frames
-from tests.support.cases import mlp
 from tests.support.compare import assert_close, assert_same, collect
 from tests.support.envs.jax_counting import folded
 from tests.support.running import SCALE, in_soak
@@ -224,9 +224,8 @@ def test_the_frames_are_those_of_jaxmarl(name):
     def observed(rows, state):
         masks = getattr(raw, legal)(state) if legal else {}
         own = {each: rows[each] for each in raw.agents}
-        return (
-            {each: {"observation": row, "action_mask": masks[each] != 0} for each, row in own.items()} if legal else own
-        )
+        masked = {each: {"observation": own[each], "action_mask": mask != 0} for each, mask in masks.items()}
+        return masked if legal else own
 
     def start(key):
         rows, state = raw.reset(key)
@@ -249,9 +248,8 @@ def test_the_frames_are_those_of_jaxmarl(name):
 @pytest.mark.evening
 def test_what_agents_of_jaxmarl_share_and_report():
     keywords = {"num_allies": 2, "num_enemies": 2, "max_steps": 5}
-    env = fc.make_env(
-        "jaxmarl/SMAX", num_envs=2, state=True, groups={"all": ["ally_0", "ally_1", "enemy_0", "enemy_1"]}, **keywords
-    )
+    keywords["groups"] = {"all": ["ally_0", "ally_1", "enemy_0", "enemy_1"]}
+    env = fc.make_env("jaxmarl/SMAX", num_envs=2, state=True, **keywords)
     batch = collect(env, fc.random_policy(env), 6)
     assert batch["state"].shape[:2] == (2, 6)
     assert batch["all", "action"].shape == (2, 6, 4)
@@ -260,21 +258,8 @@ def test_what_agents_of_jaxmarl_share_and_report():
     assert collect(env, fc.random_policy(env), 6)["next", "agent", "info", "shaped_reward"].shape == (2, 6, 2)
 
 
-class Remembers(torch.nn.Module):
-    """Logits of legal moves of tic-tac-toe, from what a player has seen in its own turns."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = mlp(18, 9)
-
-    def forward(self, seen, held):
-        held = held / 2 + seen["observation"].flatten(1).float()
-        return self.inner(held).masked_fill(~seen["action_mask"], -1e9), held
-
-
-def players(env, **kwargs):
-    held = fc.torch_policy(Remembers(), head=fc.heads.categorical, initial_state=torch.zeros(18), **kwargs)
-    return fc.by_player([held, fc.random_policy(env)])
+def players(env, **options):
+    return fc.by_player([recurrent(0, 18, 9, **options), fc.random_policy(env)])
 
 
 def test_players_of_a_game_in_one_loop():

@@ -14,7 +14,6 @@ from jumanji.environments.routing.cvrp.generator import UniformGenerator as Citi
 import funcollect as fc
 from funcollect.keys import Purpose
 from funcollect.specs import disassemble
-from tests.support.compare import assert_same, fresh
 from tests.support.envs.jax_counting import folded
 from tests.support.envs.jax_suites import LANES, SUITES, suite_and_policy
 from tests.support.running import in_soak, scaled
@@ -156,23 +155,6 @@ def legal(mask, draw):
     """A legal action for each row of a mask, at random; 0 if there is none."""
     rows = np.atleast_2d(np.asarray(mask))
     return np.array([draw.choice(np.flatnonzero(row)) if row.any() else 0 for row in rows], np.int32)
-
-
-@pytest.mark.evening  # what tests/core/test_env_params.py does with other numbers
-def test_lanes_have_budgets_of_their_own():
-    """A lane does what it does where all have its budget; `test_it_is_jumanji_with_another_generator` says what."""
-    made = fc.envs.from_jumanji(knapsack(), num_envs=2, params=["total_budget"], param_keys=["total_budget"])
-    env, policy, state = fresh(made)
-
-    def with_budgets(*budgets):
-        own = fc.set_env_params(env, state, {"total_budget": jnp.array(budgets)})
-        return fc.rollout(env, policy, fc.reset(env, own), 12)[1]
-
-    batch = with_budgets(1.0, 2.5)
-    assert batch["env_params", "total_budget"][:, 0].tolist() == [1.0, 2.5]
-    for lane, budget in enumerate((1.0, 2.5)):
-        assert_same(batch[lane], with_budgets(budget, budget)[lane])
-    assert (batch["next", "done"].sum(1) > 0).all()
 
 
 def test_a_shorter_time_limit_under_a_wrapper():
