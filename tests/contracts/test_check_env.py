@@ -1,4 +1,4 @@
-"""`check_env` passes what is good, and each of its checks catches the faults that it claims to catch."""
+"""`check_env` and `check_collector` pass what is good, and each check catches the faults that it claims to catch."""
 
 from dataclasses import replace
 
@@ -17,7 +17,14 @@ from funcollect.testing.trials import Trial
 from tests.envs.jax.test_jax_agents import made as field
 from tests.envs.test_agents import Leaving
 from tests.envs.test_agents import made as leaving
-from tests.support.check_collector import expect_counters, expect_flags, expect_layout
+from tests.support.cases import mlp
+from tests.support.check_collector import (
+    COLLECTOR_CHECKS,
+    check_collector,
+    expect_counters,
+    expect_flags,
+    expect_layout,
+)
 from tests.support.envs.jax_suites import functions_suite
 from tests.support.envs.own_envs import ForgetsInAFile, HostWalk
 from tests.support.faulty import faulty_envs as faulty
@@ -215,3 +222,38 @@ def test_the_lanes_compared_may_be_given():
     assert "lanes_alone" in report.passed
     with pytest.raises(fc.CheckError, match="lane 0 of the batch"):
         check_env(over(Walk)(), steps=30, single=fc.envs.from_gymnasium(faulty.WearsOut, num_envs=1))
+
+
+def policy():
+    return fc.torch_policy(mlp(2, 3), head=fc.heads.categorical)
+
+
+# `check_collector` on the collector of this process; `tests/collectors/workers` does so for the others. One per layout.
+COLLECTORS = {
+    "single": {"create_env_fn": Walk},
+    "batch": {"create_env_fn": Walk, "create_env_kwargs": {"num_envs": 3}},
+    "torch": {"create_env_fn": "torch/CartPole-v1", "frames_per_batch": 30},
+    "a limit and random frames": {"create_env_fn": Walk, "max_frames_per_traj": 5, "init_random_frames": 10},
+}
+
+
+@pytest.mark.parametrize("name", COLLECTORS)
+def test_a_good_collector_passes_every_check(name):
+    kwargs = {"frames_per_batch": 40, **COLLECTORS[name]}
+    if kwargs["create_env_fn"] is Walk:
+        kwargs["policy"] = policy()
+    assert check_collector(fc.SyncDataCollector, batches=scaled(3), **kwargs).passed == tuple(
+        check.__name__ for check in COLLECTOR_CHECKS
+    )
+
+
+class NumbersNoTrajectories(fc.SyncDataCollector):
+    def __next__(self):
+        batch = super().__next__()
+        batch["collector", "traj_ids"].zero_()
+        return batch
+
+
+def test_a_fault_of_a_collector_is_caught():
+    with pytest.raises(fc.CheckError, match="fails 'trajectories'"):
+        check_collector(NumbersNoTrajectories, create_env_fn=Walk, policy=policy(), frames_per_batch=40)

@@ -13,6 +13,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.keys import Purpose, fold, key_from_seed
+from tests.support.compare import rollouts
 from tests.support.running import SCALE, in_soak
 
 SEED, LANES, STEPS, HIDDEN = 3, 16, 125, 32
@@ -157,13 +158,10 @@ def differences(name, head, recurrent=False, **options):
     The hidden states of a recurrent network follow from the observations, and are carried from rollout to rollout.
     """
     env = fc.make_env(name, num_envs=LANES, **({"max_episode_steps": 10**9} if recurrent else {}))
-    module, batches = Network(env, head, recurrent), []
+    module = Network(env, head, recurrent)
     policy = policy_of(module, head)
-    state = fc.init(env, policy, seed=SEED)
-    for _ in range(ROLLOUTS):
-        state, batch = fc.rollout(env, policy, state, STEPS, **options)
-        batches.append(batch)
-    last, run = np.asarray(state.observation["observation",])[:, None], torch.cat(batches, -1)
+    state, run = rollouts(env, policy, fc.init(env, policy, seed=SEED), [STEPS] * ROLLOUTS, **options)
+    last = np.asarray(state.observation["observation",])[:, None]
     table, wanted = np.concatenate([run["observation"].numpy(), last], 1), run["action"].numpy()
     found = {path: taken(path, env, module, head, table, **options) for path in (RECURRENT if recurrent else ALL)}
     apart = {path: np.abs(actions.astype(np.float64) - wanted) for path, actions in found.items()}

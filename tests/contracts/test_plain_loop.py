@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModule
 
 import funcollect as fc
 from tests.support.cases import POLICIES, mlp
-from tests.support.compare import assert_same, collect, joined, leaves
+from tests.support.compare import assert_same, collect, joined, leaves, rollouts
 from tests.support.envs.light_envs import BOX, Sampling
 from tests.support.plain import check_lanes
 from tests.support.running import in_soak, once, pairwise, scaled
@@ -50,9 +50,8 @@ def test_a_vector_environment_equals_its_environments(name):
         batches = []
         for mask in (None, [True, False, True], [False, True, False], [True, True, True]):
             state = state if mask is None else fc.reset(env, state, torch.tensor(mask))
-            for length in (1, 40, 13):
-                state, batch = fc.rollout(env, POLICIES["torch_mlp"](env), state, length)
-                batches.append(batch)
+            state, batch = rollouts(env, POLICIES["torch_mlp"](env), state, (1, 40, 13))
+            batches.append(batch)
         fc.close(state)
         runs.append(joined(batches))
     assert_same(runs[0], runs[1])

@@ -14,7 +14,7 @@ from gymnasium.wrappers import OrderEnforcing
 import funcollect as fc
 from funcollect.errors import EnvError
 from tests.envs.test_torch_vector_env import BOX, IsaacLab, LikeManiSkill, Noisy, P, Walks
-from tests.support.compare import assert_same, collect, fresh, leaves
+from tests.support.compare import assert_same, collect, fresh, leaves, rollouts
 from tests.support.devices import each_device
 
 
@@ -194,15 +194,10 @@ def by_hand(env, reset, seed, actions, limit):
 @pytest.mark.parametrize(("kind", "limit"), [*((kind, None) for kind in KINDS), *((kind, 4) for kind in RESET)])
 def test_data_are_those_of_a_plain_loop(kind, limit, device):
     """Which is seeded once."""
-    env = made(kind, device)
-    policy = fc.random_policy(env)
-    state, batches = fc.init(env, policy, seed=2), []
+    env, policy, state = fresh(made(kind, device), seed=2)
     simulators = state.env_state.simulation.simulators._simulators
     seed = getattr(simulators, "unwrapped", simulators).walks.generator.initial_seed()
-    for length in (1, 17, 22):
-        state, batch = fc.rollout(env, policy, state, length, max_frames_per_traj=limit)
-        batches.append(batch)
-    batch = torch.cat(batches, 1)
+    _, batch = rollouts(env, policy, state, (1, 17, 22), max_frames_per_traj=limit)
     assert {leaf.device.type for leaf in leaves(batch).values()} == {device}
     build, _, reset = KINDS[kind]
     wanted = by_hand(build(device=device), reset, seed, batch["action"].unbind(1), limit)

@@ -62,9 +62,8 @@ HEADS_OF = {
     "CartPole-v1": (HEADS.categorical, HEADS.epsilon_greedy(0.1)),
     "Pendulum-v1": (HEADS.normal, HEADS.tanh_normal),
 }
-ANSWERING = [(name, kind, head) for name, heads in HEADS_OF.items() for kind in OF for head in heads] + [
-    ("CartPole-v1", "torch", HEADS.from_distribution(torch.distributions.Categorical, "logits"))
-]
+ANSWERING = [(name, kind, head) for name, heads in HEADS_OF.items() for kind in OF for head in heads]
+ANSWERING += [("CartPole-v1", "torch", HEADS.from_distribution(torch.distributions.Categorical, "logits"))]
 SHAPES = [(3, (1,)), (3, ()), (2, ()), (3, (4,)), (1, ()), (2, (2, 1))]  # lanes, and what stands before the numbers
 
 

@@ -195,10 +195,10 @@ SUITES = {
     "playground": {"env": "CartpoleBalance"},
     "xminigrid": {"env": "MiniGrid-Empty-5x5"},
 }
-NOTHING = (
-    "RandomSampler RecentSampler ReplayBuffer SamplerWithoutReplacement envs.CartPole envs.Pendulum ring.Trajectories"
-)
-NOTHING += " TensorDictReplayBuffer"
+NOTHING = """
+    RandomSampler RecentSampler ReplayBuffer SamplerWithoutReplacement envs.CartPole envs.Pendulum ring.Trajectories
+    TensorDictReplayBuffer
+"""
 # Good arguments for each public callable, made anew for each test.
 GOOD = {
     **dict.fromkeys(NOTHING.split(), dict),

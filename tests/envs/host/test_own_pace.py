@@ -17,7 +17,7 @@ from torch import nn
 import funcollect as fc
 from funcollect.errors import PolicyError
 from tests.support.cases import POLICIES
-from tests.support.compare import assert_same, collect, fresh
+from tests.support.compare import assert_same, collect, fresh, rollouts
 from tests.support.running import scaled
 
 LANES = 6
@@ -63,16 +63,11 @@ def test_the_data_are_those_of_lanes_in_step(place):
     ends = []
     for env in both():
         policy = POLICIES[kind](env)
-        state, batches = fc.init(env, policy, seed=place), []
-        for length in (9, 1, 14, 6):
-            state, batch = fc.rollout(env, policy, state, length, **request)
-            batches.append(batch)
-        ends.append((batches, state))
-        fc.close(state)
-    for one, other in zip(*(batches for batches, _ in ends), strict=True):
-        assert_same(one, other)
+        ends.append(rollouts(env, policy, fc.init(env, policy, seed=place), (9, 1, 14, 6), **request))
+        fc.close(ends[-1][0])
+    assert_same(*(batch for _, batch in ends))
     for name in ("episode", "step", "returns"):
-        assert torch.equal(*(getattr(state, name) for _, state in ends))
+        assert torch.equal(*(getattr(state, name) for state, _ in ends))
 
 
 @pytest.mark.parametrize(("name", "more"), [
@@ -81,8 +76,7 @@ def test_the_data_are_those_of_lanes_in_step(place):
     ("ale/Pong", {"max_episode_steps": 8}),
 ])  # fmt: skip
 def test_environments(name, more):
-    _, batch = (collect(env, fc.random_policy(env), 20, 11) for env in both(name, info_keys=[], **more))
-    assert_same(_, batch)
+    assert_same(*(collect(env, fc.random_policy(env), 20, 11) for env in both(name, info_keys=[], **more)))
 
 
 def test_forks_files_evaluations_and_collectors(tmp_path):
@@ -99,8 +93,7 @@ def test_forks_files_evaluations_and_collectors(tmp_path):
         with fc.SyncDataCollector(env, policy, compact_obs=True, seed=1, **options) as collector:
             frames.append([fc.next_observations(each) for each in collector])
     assert torch.equal(*scores)
-    for one, other in zip(*frames, strict=True):
-        assert_same(one, other)
+    assert_same(*frames)
 
 
 def test_no_lane_waits_for_a_slow_one(tmp_path):

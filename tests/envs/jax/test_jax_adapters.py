@@ -283,9 +283,7 @@ def test_training_wrappers_are_refused(wrap):
         envs.from_brax(wrapped)
 
 
-@pytest.mark.parametrize(
-    "adapter", ["gymnax", "brax", "jumanji", "pgx", "navix", "playground", "functional", "craftax", "xminigrid"]
-)
+@pytest.mark.parametrize("adapter", [*(key.removeprefix("mujoco_") for key in IDS), "functional"])
 def test_what_is_no_environment_is_refused(adapter):
     with pytest.raises(TypeError, match="env is the class CartPole: make an instance, expected an environment of"):
         getattr(envs, f"from_{adapter}")(gymnax.environments.classic_control.cartpole.CartPole)
