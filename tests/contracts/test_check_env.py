@@ -242,9 +242,8 @@ def test_a_good_collector_passes_every_check(name):
     kwargs = {"frames_per_batch": 40, **COLLECTORS[name]}
     if kwargs["create_env_fn"] is Walk:
         kwargs["policy"] = policy()
-    assert check_collector(fc.SyncDataCollector, batches=scaled(3), **kwargs).passed == tuple(
-        check.__name__ for check in COLLECTOR_CHECKS
-    )
+    report = check_collector(fc.SyncDataCollector, batches=scaled(3), **kwargs)
+    assert report.passed == tuple(check.__name__ for check in COLLECTOR_CHECKS)
 
 
 class NumbersNoTrajectories(fc.SyncDataCollector):

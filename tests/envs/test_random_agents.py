@@ -9,11 +9,9 @@ import pytest
 import torch
 from gymnasium import spaces
 from pettingzoo import ParallelEnv
-from torchrl.envs.libs.vmas import VmasEnv
 
 import funcollect as fc
 from funcollect.keys import Purpose, fold, key_from_seed
-from tests.envs.test_torchrl_env import AGGREGATED, check_keys, own_loop
 from tests.support.agents import check_parallel
 from tests.support.cases import mlp
 from tests.support.compare import assert_same, collect
@@ -159,7 +157,12 @@ def test_the_rows_of_vmas_are_those_of_a_raw_loop(number):
     assert_same(batch, collect(env, fc.random_policy(env), 5, 1, LENGTH - 6, seed=1))
 
 
+@pytest.mark.needs("torchrl")
 def test_torchrls_own_environment_of_vmas_and_a_policy_for_the_group():
+    from torchrl.envs.libs.vmas import VmasEnv
+
+    from tests.envs.test_torchrl_env import AGGREGATED, check_keys, own_loop
+
     def make():
         return VmasEnv(scenario="navigation", num_envs=3, n_agents=2, max_steps=5)
 
