@@ -1,6 +1,7 @@
 """One lane with groups of agents, made by hand, and its frames beside those of a batch."""
 
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ from gymnasium import spaces
 
 import funcollect as fc
 from funcollect.keys import Purpose, fold, key_from_seed
+from tests.support.plain import as_given
 
 GROUPS = {
     "ant": fc.envs.Group(("ant_0", "ant_1"), spaces.Box(-9, 99, (2,)), spaces.Discrete(3), comes_and_goes=True),
@@ -28,56 +30,57 @@ class Raw:
     def begin(self):
         self.episode += 1
         self.state, self.seen = self.functions[0](self.lane, self.episode)
+        self.there, self.took_part = {*self.seen}, {*self.seen}
         self.over = dict.fromkeys(self.agents, (False, False))
 
     def move(self, t, actions):
         """The rewards, and the agents that were there before or are there now."""
-        before = {name for name, over in self.over.items() if not any(over)}
+        before = self.there
         self.state, self.seen, reward, ends = self.functions[1](self.lane, t, self.state, actions)
-        for name, now in ends.items():
-            now = tuple(map(bool, now))
-            self.over[name] = now if name in before or not any(now) else self.over[name]
-        shown = before | {name for name, over in self.over.items() if not any(over)}
-        return {name: reward[name] if name in before else 0 for name in self.agents}, shown
+        ends = {name: tuple(map(bool, end)) for name, end in ends.items()}
+        self.there = {name for name, end in ends.items() if not any(end)}
+        self.over |= {name: end for name, end in ends.items() if name in before | self.there}
+        self.took_part |= self.there
+        return {name: reward[name] if name in before else 0 for name in self.agents}, before | self.there
 
 
-def check_frames(env, batch, start, step):
+def places_of(env):
+    return {name: (key, row) for key, group in env.groups.items() for row, name in enumerate(group.names)}
+
+
+def check_frames(env, batch, start, step, *, enough=all, tolerance=1e-5):
     """Each frame of a batch [P, T] is that of the raw functions, given its actions; how many lanes ended, and how.
 
-    ``start(lane, episode)`` returns a state and observations by agent; ``step(lane, t, state, actions)``, with actions
-    by agent, the same, rewards and pairs of flags.
+    ``start(lane, episode)`` returns a state and observations by agent, of those that are there; ``step(lane, t, state,
+    actions)``, with actions by agent, the same, rewards, and pairs of flags of those that have been or are there.
     """
-    places = {name: (key, row) for key, group in env.groups.items() for row, name in enumerate(group.names)}
-    ends = {"terminated": 0, "truncated": 0}
-
-    def rows(leaf, row):
-        return jax.tree.map(lambda value: value[row].numpy(), leaf.to_dict() if hasattr(leaf, "to_dict") else leaf)
+    places, ends = places_of(env), {"terminated": 0, "truncated": 0}
 
     def same(one, two):
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), one, two)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance), one, two)
+
+    def check(frame, raw, shown):
+        for name, (group, row) in places.items():
+            own = frame[group]
+            assert own["mask"][row] == (name in raw.there)
+            assert (own["terminated"][row], own["truncated"][row]) == raw.over[name]
+            seen = own["observation"].to_dict() if hasattr(own["observation"], "to_dict") else own["observation"]
+            seen = jax.tree.map(lambda leaf, row=row: leaf[row].numpy(), seen)
+            same(seen, jax.tree.map(np.asarray, raw.seen[name]) if name in shown else jax.tree.map(np.zeros_like, seen))
 
     for lane in range(len(batch)):
         raw = Raw(start, step, lane, [*places])
         for t, frame in enumerate(batch[lane].unbind(0)):
-            for name, (group, row) in places.items():
-                own, there = frame[group], not any(raw.over[name])
-                assert own["mask"][row] == there
-                expected = jax.tree.map(lambda leaf, there=there: np.asarray(leaf) * there, raw.seen[name])
-                same(rows(own["observation"], row), expected)
-                assert (own["terminated"][row], own["truncated"][row]) == raw.over[name]
+            check(frame, raw, raw.there)
             reward, shown = raw.move(t, {name: frame[group, "action"][row] for name, (group, row) in places.items()})
+            check(frame["next"], raw, shown)
             for name, (group, row) in places.items():
-                own = frame["next", group]
-                same(own["reward"][row, 0].numpy(), np.float32(reward[name]))
-                there = name in shown
-                expected = jax.tree.map(lambda leaf, there=there: np.asarray(leaf) * there, raw.seen[name])
-                same(rows(own["observation"], row), expected)
-                assert (own["terminated"][row], own["truncated"][row]) == raw.over[name]
-                assert own["done"][row] == any(raw.over[name]) == (not own["mask"][row])
-            same(frame["next", "reward"][0].numpy(), np.float32(sum(reward.values())))
-            done = all(map(any, raw.over.values()))
-            terminated = done and all(over[0] for over in raw.over.values())
-            assert (frame["next", "done"], frame["next", "terminated"]) == (done, terminated)
+                same(frame["next", group, "reward"][row, 0].numpy(), np.float32(reward[name]))
+                assert frame["next", group, "done"][row] == any(raw.over[name])
+            np.testing.assert_allclose(frame["next", "reward"][0], np.float32(sum(reward.values())), 1e-5, 1e-5)
+            over = [raw.over[name] for name in raw.took_part]
+            done, terminated = enough(map(any, over)), enough(end[0] for end in over)
+            assert (frame["next", "done"], frame["next", "terminated"]) == (done, done and terminated)
             if done:
                 ends["terminated" if terminated else "truncated"] += 1
                 raw.begin()
@@ -85,50 +88,24 @@ def check_frames(env, batch, start, step):
 
 
 def check_parallel(env, batch, make, done="all", info_keys=(), state=False):
-    """Each lane of a batch [P, T], of seed 1, is that of a raw loop over PettingZoo's `make()`, given its actions."""
-    places = {name: (key, row) for key, group in env.groups.items() for row, name in enumerate(group.names)}
-    for lane, rows in enumerate(batch):
-        raw, episode, seen = make(), -1, None
-        zeros = {name: torch.zeros(raw.observation_space(name).shape) for name in places}
-        for frame in rows.unbind(0):
-            if seen is None:
-                episode += 1
-                seen, _ = raw.reset(seed=fold(key_from_seed(1), Purpose.RESET, lane, episode)[0])
-                over, took_part = dict.fromkeys(places, (False, False)), {*raw.agents}
-            present, actions = [*raw.agents], {}
-            for name, (group, row) in places.items():
-                own = frame[group]
-                assert own["mask"][row] == (name in present)
-                assert torch.equal(own["observation"][row], tensor(seen[name]) if name in present else zeros[name])
-                assert (own["terminated"][row], own["truncated"][row]) == over[name]
-            for name in present:
-                action = frame[places[name][0], "action"][places[name][1]].numpy()
-                actions[name] = action if action.ndim else int(action)
-            if state:
-                assert torch.equal(frame["state"], tensor(raw.state()))
-            seen, reward, terminated, truncated, info = raw.step(actions)
-            took_part |= {*raw.agents}
-            for name in present:
-                flags = bool(terminated[name]), bool(truncated[name])
-                over[name] = flags if any(flags) or name in raw.agents else (False, True)
-            over |= {name: (False, False) for name in raw.agents if name not in present}
-            for name, (group, row) in places.items():
-                own, shown = frame["next", group], name in present or name in raw.agents
-                assert own["reward"][row] == np.float32(reward.get(name, 0))
-                assert own["mask"][row] == (name in raw.agents)
-                assert torch.equal(own["observation"][row], tensor(seen[name]) if shown else zeros[name])
-                assert (own["terminated"][row], own["truncated"][row]) == over[name]
-                assert own["done"][row] == any(over[name])
-                for key in info_keys:
-                    assert own["info", key][row] == (info[name][key] if name in present else 0)
-            torch.testing.assert_close(frame["next", "reward"][0], torch.tensor(sum(reward.values())).float())
-            ends, enough = [over[name] for name in took_part], any if done == "any" else all
-            ended = enough(map(any, ends))
-            assert frame["next", "done"] == ended
-            assert frame["next", "terminated"] == (ended and enough(flags[0] for flags in ends))
-            seen = None if ended else seen
-        assert episode > 0
+    """Each lane of a batch [P, T], of seed 1, is that of PettingZoo's `make()`, given its actions."""
+    raws, told = [make() for _ in batch], []
 
+    def start(lane, episode):
+        seen, _ = raws[lane].reset(seed=fold(key_from_seed(1), Purpose.RESET, lane, episode)[0])
+        return raws[lane].state() if state else None, {name: seen[name] for name in raws[lane].agents}
 
-def tensor(array):
-    return torch.as_tensor(np.asarray(array, np.float32))
+    def step(lane, t, shared, actions):
+        raw, before = raws[lane], [*raws[lane].agents]
+        seen, reward, *flags, info = raw.step({name: as_given(actions[name].numpy()) for name in before})
+        told.append((batch[lane, t], shared, {name: info[name] for name in before}))
+        ends = {name: tuple(bool(flag[name]) for flag in flags) for name in before}
+        ends = {name: end if any(end) or name in raw.agents else (False, True) for name, end in ends.items()}
+        return raw.state() if state else None, seen, reward, dict.fromkeys(raw.agents, (False, False)) | ends
+
+    check_frames(env, batch, start, step, enough={"all": all, "any": any}[done], tolerance=0)
+    assert batch["next", "done"].any(1).all()
+    for frame, shared, infos in told:
+        assert not state or torch.equal(frame["state"], torch.from_numpy(np.float32(shared)))
+        for (name, (group, row)), key in itertools.product(places_of(env).items(), info_keys):
+            assert frame["next", group, "info", key][row] == infos.get(name, {key: 0})[key]
