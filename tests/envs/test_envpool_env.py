@@ -2,76 +2,68 @@
 
 import random
 import sys
+from functools import partial
 
 import envpool
+import jax
 import numpy as np
 import pytest
 import torch
 
 import funcollect as fc
 from funcollect.envs.base import import_extra
-from funcollect.keys import Purpose, fold, key_from_seed
-from tests.support.compare import assert_same, collect, fresh, joined, leaves
+from tests.support.compare import assert_same, collect, fresh, joined
 from tests.support.misuse import refused, runs, table
+from tests.support.plain import check_lanes
 from tests.support.running import SCALE, in_soak, scaled
 
 CASES = {  # a limit on episodes, the length of a run
     "CartPole-v1": (25, 120), "Pong-v5": (20, 50), "HalfCheetah-v4": (30, 70), "CheetahRun-v1": (30, 70),
     "FrozenLake-v1": (5, 60),
 }  # fmt: skip
+INFOS = ("elapsed_step", "lives")
 
 
 def make(name, num_envs=3, **kwargs):
     return fc.make_env(f"envpool/{name}", num_envs=num_envs, max_episode_steps=CASES[name][0], **kwargs)
 
 
-def flat(observation):
-    """The leaves by name, floating ones in float32."""
-    named = observation if isinstance(observation, dict) else {"observation": observation}
-    return {key: np.float32(leaf) if leaf.dtype == np.float64 else leaf.copy() for key, leaf in named.items()}
+class OneLane:
+    """A pool of one lane, as an environment, which is seeded once."""
 
+    def __init__(self, name):
+        self.name = name
 
-def plain_loop(name, actions, *, seed, infos=()):
-    """Rows [T, P, ...] from a pool that one thread steps, given actions [T, P, ...]."""
-    seeds = [fold(key_from_seed(seed), Purpose.RESET, lane, 0)[0] % 2**31 for lane in range(actions.shape[1])]
-    limits = {"num_threads": 1, "max_episode_steps": CASES[name][0]}
-    pool = envpool.make_gymnasium(name, num_envs=len(seeds), seed=seeds, **limits)
-    observation, _ = pool.reset()
-    rows = []
-    for action in actions.numpy():
-        row = {(key,): leaf for key, leaf in flat(observation).items()}
-        observation, reward, terminated, truncated, info = pool.step(action)
-        row |= {("next", key): leaf for key, leaf in flat(observation).items()}
-        row |= {("next", "reward"): np.float32(reward), ("next", "terminated"): terminated}
-        row |= {("next", "truncated"): truncated} | {("next", "info", key): info[key] for key in infos}
-        rows.append(row)
-        if (done := np.flatnonzero(terminated | truncated).astype(np.int32)).size:
-            first, _ = pool.reset(done)
-            observation = {key: leaf.copy() for key, leaf in flat(observation).items()}
-            for key, leaf in flat(first).items():
-                observation[key][done] = leaf
-            observation = observation if len(observation) > 1 else observation["observation"]
-    pool.close()
-    return {path: np.stack([row[path] for row in rows]) for path in rows[0]}
+    def reset(self, seed):
+        if seed is not None:
+            limits = {"num_threads": 1, "max_episode_steps": CASES[self.name][0]}
+            self.pool = envpool.make_gymnasium(self.name, num_envs=1, seed=[seed % 2**31], **limits)
+        return self.first(self.pool.reset()[0]), {}
 
+    def first(self, rows):
+        rows = jax.tree.map(lambda leaf: leaf[0].astype(np.int64) if leaf.dtype == np.int32 else leaf[0], rows)
+        return jax.tree.map(np.copy, rows)
 
-def check(batch, wanted):
-    got = leaves(batch)
-    for path, leaf in wanted.items():
-        own = got[path].transpose(0, 1).numpy()
-        own = own[..., 0] if path[-1] in ("reward", "terminated", "truncated") and len(path) == 2 else own
-        assert own.shape == leaf.shape, path
-        assert np.array_equal(own, leaf.astype(own.dtype)), path
+    def step(self, action):
+        observation, *outcome, info = self.pool.step(np.asarray(action)[None])
+        return (
+            self.first(observation),
+            *(each[0] for each in outcome),
+            {key: info[key][0] for key in INFOS if key in info},
+        )
+
+    def close(self):
+        self.pool.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*Box.*precision:UserWarning")
 @pytest.mark.parametrize("seed", range(scaled(1)))
 @pytest.mark.parametrize("name", [name for name in CASES if SCALE > 1 or name != "Pong-v5"])  # test_lives.py has Atari
 def test_every_leaf_equals_the_plain_loop(name, seed):
-    infos = ["elapsed_step", "lives"] if name == "Pong-v5" else ["elapsed_step"]
-    env = make(name, info_keys=infos)
+    infos = INFOS if name == "Pong-v5" else INFOS[:1]
+    env = make(name, info_keys=infos, num_threads=2)  # beside lanes by themselves, of one thread
     batch = collect(env, fc.random_policy(env), CASES[name][1], seed=seed)
-    check(batch, plain_loop(name, batch["action"].transpose(0, 1), seed=seed, infos=infos))
+    check_lanes(batch, partial(OneLane, name), seed, info_keys=infos, reseed=False)
     assert batch["next", "truncated"].any()
     assert name not in ("CartPole-v1", "FrozenLake-v1") or batch["next", "terminated"].any()
     step = batch["next", "info", "elapsed_step"]
@@ -86,18 +78,6 @@ def test_what_has_no_bounds_is_unbounded(name, leaf):
     assert np.isposinf(box.high).all()
     if not leaf or SCALE > 1:
         fc.testing.check_env(env, steps=30)
-
-
-def test_the_number_of_threads_does_not_show():
-    one, two = (make("HalfCheetah-v4", num_threads=threads) for threads in (1, 2))
-    assert_same(*(collect(env, fc.random_policy(env), 90, seed=4) for env in (one, two)))
-
-
-def test_a_lane_does_not_depend_on_how_many_there_are():
-    push = fc.torch_policy(lambda observation: (observation[:, 2] > 0).long())
-    three, one = (collect(make("CartPole-v1", lanes), push, 60, seed=2) for lanes in (3, None))
-    for path in ("observation", "action", ("next", "observation"), ("next", "done")):
-        assert torch.equal(three[path][0], one[path]), path
 
 
 def test_observations_in_float64():
