@@ -36,6 +36,14 @@ class Walks:
         self.place = torch.where(lanes[:, None], fresh, self.place)
         self.age = torch.where(lanes, 0, self.age)
 
+    def start_some(self, lanes):
+        mask = torch.zeros(P, dtype=torch.bool, device=self.device)
+        mask[lanes] = True
+        self.start(mask)
+
+    def look(self):
+        return self.place
+
     def begin(self, seed):
         if seed is not None:
             self.generator.manual_seed(seed)
@@ -93,19 +101,10 @@ def test_actions_in_parts_and_infos_within_infos():
 
 
 class Noisy(Walks):
-    """What all of them simulate; each look at it draws noise of its own for all lanes, as Isaac Lab's do."""
-
-    num_envs = P
-    seen = torch.zeros(0)
+    """Each look at it draws noise of its own for all lanes, as Isaac Lab's do."""
 
     def look(self):
-        self.seen = self.place + torch.randn(P, 2, generator=self.generator, device=self.device)
-        return self.seen
-
-    def start_some(self, lanes):
-        mask = torch.zeros(P, dtype=torch.bool, device=self.device)
-        mask[lanes] = True
-        self.start(mask)
+        return self.place + torch.randn(P, 2, generator=self.generator, device=self.device)
 
 
 BOX = spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -118,8 +117,8 @@ class IsaacLab(gymnasium.Env):
 
     def __init__(self, mode=None, device=None, reports=True):
         self.metadata = {} if mode is None else {"autoreset_mode": AutoresetMode[mode]}
-        self.walks, self.num_envs, self.extras, self.same_step = Noisy(device), P, {}, mode != "DISABLED"
-        self.reports = reports
+        self.walks = Walks(device or "cpu") if mode is None else Noisy(device)
+        self.num_envs, self.extras, self.same_step, self.reports = P, {}, mode != "DISABLED", reports
         self.device, self.idle = str(self.walks.device), torch.zeros(P, dtype=torch.bool, device=device)
 
     def reset(self, seed=None, env_ids=None, options=None):
