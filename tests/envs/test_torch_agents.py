@@ -85,12 +85,11 @@ def test_the_rows_are_those_of_a_raw_loop(kind):
 @pytest.mark.evening
 def test_actions_are_those_of_the_same_field_in_jax():
     """Noise is a function of lane, agent and step, whatever the environment is written in."""
-    fields, greedy = (Field(num_envs=3), test_jax_agents.Field(num_envs=3)), []
-    for env in fields:
-        batch = collect(env, fc.random_policy(env), *LENGTHS)
-        greedy.append({name: batch[name, "action"] for name in GROUPS})
+    kinds = (Field, test_jax_agents.Field, test_jax_agents.made)
+    batches = [collect(make(num_envs=3), fc.random_policy(make(num_envs=3)), *LENGTHS) for make in kinds]
     for name in GROUPS:
-        assert torch.equal(*(actions[name] for actions in greedy))
+        assert torch.equal(batches[0][name, "action"], batches[1][name, "action"])
+    assert_same(*batches[1:])
 
 
 KINDS = ["recurrent", *in_soak(["torch", "jax", "mixed", "together"])]

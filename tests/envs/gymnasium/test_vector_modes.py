@@ -165,18 +165,12 @@ def test_infos_where_one_step_resets_all_lanes():
     assert batch["next", "info", "at"][0, 4:12, 0].tolist() == [1, 2, 3, 4] * 2
 
 
-class Masked(Plain):
-    """Marks the lanes whose last observations it reports."""
-
-    marks = True
+class Some(Plain):
+    """Reports the last observations of some lanes, and says of which."""
 
     def step(self, actions):
         *answer, info = super().step(actions)
-        return *answer, info | {"_final_obs": answer[2] & self.marks}
-
-
-class Some(Masked):
-    marks = np.arange(P) > 0
+        return *answer, info | {"_final_obs": answer[2] & (np.arange(P) > 0)}
 
 
 def test_processes_that_reset_again_after_a_mask_do_so_without_one():

@@ -131,12 +131,8 @@ def test_a_lowered_policy_acts_as_in_torch(kind):
 
 
 @pytest.mark.evening
-def test_classes_and_single_lanes():
-    batch = collect(made(), fc.random_policy(made()), 9)
-    own = Field(num_envs=LANES)
-    assert set(own.groups) == {"ant", "bee"}
-    got = collect(own, fc.random_policy(own), 9)
-    assert_same(got, batch)
+def test_single_lanes():
+    """Those of a class are in `test_torch_agents.py`."""
     alone = made(None)
     batch = collect(alone, POLICIES["mixed"](alone), 5)
     assert batch["ant", "action"].shape == batch["ant", "action_log_prob"].shape == (5, 2)
