@@ -5,8 +5,6 @@ import pytest
 import torch
 from gymnasium import spaces
 
-import funcollect as fc
-from funcollect.envs.host.host_env import seeding_of
 from funcollect.specs import ActionSpec, assemble, disassemble, observation_leaves
 
 BOX = spaces.Box(-1, 1, (3,))
@@ -97,16 +95,3 @@ def test_action_spec(space, one_hot, categories, shape, dtype):
     assert not spec.start.any()
     assert ActionSpec(spaces.Discrete(3, start=-1)).start == -1
     assert ActionSpec(spaces.MultiDiscrete([2, 4], start=[5, -3])).start.tolist() == [5, -3]
-
-
-@pytest.mark.parametrize(("name", "num_envs"), [("CartPole-v1", None), ("torch/Pendulum-v1", 2)])
-def test_environments_and_policies_follow_their_protocols(name, num_envs):
-    env = fc.make_env(name, num_envs=num_envs)
-    assert isinstance(env, fc.Env)
-    assert (env.num_envs, seeding_of(env)) == (num_envs, "episode")
-    assert env.backend == ("torch" if name.startswith("torch/") else "host")
-    assert env.observation_leaves == observation_leaves(env.observation_space)
-    assert env.action_spec.space == env.action_space
-    policies = (fc.random_policy(env), fc.torch_policy(torch.nn.Linear(4, 2)), fc.jax_policy(lambda params, x: x, {}))
-    assert all(isinstance(policy, fc.Policy) for policy in policies)
-    assert not isinstance(torch.nn.Linear(4, 2), fc.Policy)

@@ -1,8 +1,6 @@
 import copy
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import optree
 import pytest
 import torch
@@ -10,9 +8,8 @@ from tensordict import TensorDict
 
 import funcollect as fc
 from funcollect.core.state import CollectorState
-from funcollect.tree import NAMESPACE, flatten, nest, select, to_tensordict
+from funcollect.tree import NAMESPACE
 from tests.support.compare import assert_same
-from tests.support.running import in_soak
 
 
 def nested_batch():
@@ -55,30 +52,6 @@ def test_a_map_reaches_batches_in_other_containers_and_may_resize_their_dimensio
     assert swapped.batch_size == (3, 2)
 
 
-def test_nest_and_flatten_are_inverse_and_a_tensordict_nests_by_path_with_one_batch_size():
-    flat = {("observation",): 1, ("next", "observation"): 2, ("next", "info", "x"): 3}
-    nested = {"observation": 1, "next": {"observation": 2, "info": {"x": 3}}}
-    assert nest(flat) == nested
-    assert flatten(nested) == flat
-    assert list(flatten(nested_batch())) == [("c",), ("b", "z"), ("b", "y"), ("a",)]
-    leaves = {("a",): torch.zeros(2, 3, 1), ("next", "info", "x"): torch.ones(2, 3)}
-    batch = to_tensordict(leaves, (2, 3))
-    assert batch["next", "info"].batch_size == (2, 3)
-    assert batch["next", "info", "x"] is leaves["next", "info", "x"]
-
-
-def test_select_takes_lanes_of_every_leaf():
-    mask = torch.tensor([True, False, True])
-    chosen = {"x": torch.ones(3, 2), "y": (torch.arange(3), torch.ones(3, 1, 2, dtype=torch.bool))}
-    other = {"x": torch.zeros(3, 2), "y": (torch.arange(3) + 10, torch.zeros(3, 1, 2, dtype=torch.bool))}
-    picked = select(mask, chosen, other)
-    assert picked["x"].tolist() == [[1, 1], [0, 0], [1, 1]]
-    assert picked["y"][0].tolist() == [0, 11, 2]
-    assert picked["y"][1].reshape(3, 2).tolist() == [[True, True], [False, False], [True, True]]
-    picked["x"][:] = 9  # writes neither tree
-    assert (chosen["x"].tolist(), other["x"].tolist()) == ([[1, 1]] * 3, [[0, 0]] * 3)
-
-
 POLICY = fc.torch_policy(lambda x, h: (x[:, :2] + h, h + 1), head=fc.heads.categorical, initial_state=torch.ones(2))
 
 
@@ -100,15 +73,3 @@ def test_a_collector_state_is_a_frozen_node_and_comes_back_whole():
         state.steps = 3
     assert state.replace(steps=3).steps == 3
     assert state.steps == 30
-
-
-@pytest.mark.parametrize("name", ["gymnax/CartPole-v1", *in_soak(["brax/fast", "jumanji/Snake-v1"])])
-def test_the_arrays_of_a_state_over_a_jax_environment_are_leaves(name):
-    env = fc.make_env(name, num_envs=2)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
-    leaves = optree.tree_leaves(state, namespace=fc.NAMESPACE)
-    assert all(isinstance(leaf, jax.Array) for leaf in leaves)
-    assert all(one is two for one, two in zip(leaves, jax.tree.leaves(state), strict=True))
-    copied = optree.tree_map(jnp.copy, state, namespace=fc.NAMESPACE)
-    assert_same(fc.rollout(env, policy, state, 20)[1], fc.rollout(env, policy, copied, 20)[1])

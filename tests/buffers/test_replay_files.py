@@ -252,15 +252,6 @@ def test_a_buffer_of_another_capacity_gets_the_newest_frames(kind, capacity, tmp
             assert_same(loaded.sample(40), made(capacity, name, [again]).sample(40))
 
 
-def test_a_round_goes_on_after_a_dump(tmp_path):
-    buffer = filled(numbers(10), 10, fc.SamplerWithoutReplacement(), batch_size=2, prefetch=2)
-    some = [buffer.sample()["x"]]
-    buffer.dumps(tmp_path)
-    some += [buffer.sample()["x"] for _ in range(2)]
-    some += [buffer.sample(1)["x"] for _ in range(4)]
-    assert sorted(torch.cat(some).tolist()) == list(range(10))
-
-
 def test_files_that_were_changed(tmp_path):
     filled(numbers(4), 20).dumps(tmp_path)
     whole = (tmp_path / "v0" / "rows-0.bin").read_bytes()

@@ -12,8 +12,8 @@ import torch
 import funcollect as fc
 from tests.support.compare import assert_same, fresh
 from tests.support.faulty.faulty_workers import pids_of, workers_of
-from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, in_soak, once
-from tests.support.workers import COLLECTORS, TRANSPORTS, multi, ray_collector
+from tests.support.running import LOSES_WORKERS, in_soak, once
+from tests.support.workers import COLLECTORS, TRANSPORTS, multi
 
 
 class Weighted(gymnasium.Wrapper):
@@ -257,21 +257,6 @@ def test_a_replaced_worker_calls_it_again():
         assert collector.stats()["restarts"] == 1
         assert collector.apply(force_of) == [70.0, 70.0]
         assert collector.apply(set_force, 1.0) == [3, 3]
-
-
-@pytest.mark.evening  # `make test` has a collector over Ray in tests/collectors/ray
-@pytest.mark.usefixtures("ray_cluster")
-@FORKS_OF_RAY
-@pytest.mark.parametrize("workers", [1, 2])
-def test_ray(workers):
-    kind = fc.MultiSyncDataCollector if workers > 1 else fc.SyncDataCollector
-    own = {"num_collectors": 2, "collector_class": kind, "num_workers_per_collector": workers, "sync": True}
-    with ray_collector(make, frames_per_batch=40, **own) as collector:
-        next(collector)
-        assert collector.apply(set_force, 50.0) == [1] * 2 * workers
-        with pytest.raises(TypeError, match="the result of function cannot be sent"):
-            collector.apply(set_force_and_return_a_generator, 60.0)
-        assert collector.apply(force_of) == [60.0] * 2 * workers
 
 
 def test_nothing_is_called_where_a_process_has_ended():

@@ -224,19 +224,6 @@ def test_parameters_of_another_dtype(in_blocks, monkeypatch):
         assert batch["env_params", "gain"].eq(float(gain)).all()
 
 
-@pytest.mark.evening
-def test_gymnax_on_other_planets():
-    env, policy, state = fresh("gymnax/CartPole-v1", num_envs=4, param_keys=["gravity", "force_mag"])
-    gravity = jnp.array([1.6, 3.7, 9.8, 24.8])
-    state = fc.set_env_params(env, state, env.default_params.replace(gravity=gravity), at_once=True)
-    _, batch = fc.rollout(env, policy, state, 30)
-    assert torch.equal(batch["env_params", "gravity"][:, 0], torch.tensor(np.array(gravity)))
-    assert batch["env_params", "force_mag"].eq(10).all()
-    alone = fc.make_env("gymnax/CartPole-v1", num_envs=4, params=env.default_params.replace(gravity=24.8))
-    _, wanted = fc.rollout(alone, policy, fc.init(alone, policy, seed=0), 30)
-    torch.testing.assert_close(batch["observation"][3], wanted["observation"][3], atol=1e-5, rtol=1e-5)
-
-
 def test_the_time_limit_is_a_parameter_too_and_a_float_for_an_integer_is_not_cut_off():
     env, policy, state = fresh("gymnax/Pendulum-v1", num_envs=2)
     short = env.default_params.replace(max_steps_in_episode=5)

@@ -37,15 +37,6 @@ def test_it_is_deterministic_unless_told_otherwise():
     assert (drawn > 1).all()
 
 
-def test_it_agrees_with_episodes_found_by_hand_in_a_rollout():
-    env = fc.make_env("CartPole-v1", num_envs=2)
-    policy = fc.random_policy(env)
-    batch = fc.rollout(env, policy, fc.init(env, policy, seed=3), 400)[1]
-    ends = [row.nonzero()[:2, 0] for row in batch["next", "done"][..., 0]]
-    wanted = [int(end) - int(start) for row in ends for start, end in [(-1, row[0]), (row[0], row[1])]]
-    assert fc.evaluate(env, policy, episodes=4, seed=3).lengths.tolist() == wanted
-
-
 def test_params_act_in_place_of_the_policys_own():
     env, policy = make_counting("host", *LANES), fc.torch_policy(torch.nn.Linear(3, 3), head=fc.heads.categorical)
     for action in (0, 2):

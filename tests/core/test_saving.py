@@ -20,18 +20,9 @@ from funcollect.interop.words import from_number
 from tests.support.cases import make_env, pair
 from tests.support.compare import assert_same, by_file, fresh
 from tests.support.envs.counting import Counting
-from tests.support.envs.jax_suites import SUITES
 from tests.support.misuse import refused
 
 NAMES = ("CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1")
-
-
-@pytest.mark.evening  # the next test does it with gymnax
-@pytest.mark.parametrize("name", SUITES)
-def test_every_jax_suite_continues(name):
-    env, policy, state = fresh(SUITES[name]().env, seed=4, steps=13)
-    copy = by_file(env, policy, state)
-    assert_same(fc.rollout(env, policy, state, 30)[1], fc.rollout(env, policy, copy, 30)[1])
 
 
 def test_a_state_that_crosses_or_is_fused_may_be_loaded_for_the_other():

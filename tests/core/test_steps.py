@@ -242,34 +242,6 @@ def test_a_policy_may_make_steps_itself():
         assert torch.equal(batch["action"], each["action"])
 
 
-class Failing(nn.Linear):
-    """Raises where it is told to."""
-
-    fails = False
-
-    def forward(self, observation):
-        if self.fails:
-            raise ArithmeticError("told to")
-        return super().forward(observation)
-
-
-def test_after_an_exception_others_go_on():
-    env, net = fc.make_env("CartPole-v1", num_envs=2), Failing(4, 2)
-    policy = fc.torch_policy(net, head=fc.heads.categorical)
-    state, _ = steps(env, policy, fc.init(env, policy, seed=0), 3)
-    other = fc.fork(env, state)
-    net.fails = True
-    with pytest.raises(ArithmeticError, match="told to"):
-        fc.step(env, policy, state)
-    net.fails = False
-    with pytest.raises(fc.StaleStateError, match="did not end"):
-        fc.step(env, policy, state)
-    _, batches = steps(env, policy, fc.recover(env, state), 3)
-    assert [batch["collector", "step"].tolist() for batch in batches] == [[0, 0], [1, 1], [2, 2]]
-    _, (batch,) = steps(env, policy, other, 1)
-    assert batch["collector", "step"].tolist() == [3, 3]
-
-
 def test_a_loop_stays_open_after_bad_arguments(monkeypatch):
     env, policy = fc.envs.CartPole(num_envs=2), linear("torch")
     state, _ = steps(env, policy, fc.init(env, policy, seed=0), 3)

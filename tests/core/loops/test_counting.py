@@ -6,56 +6,20 @@ import pytest
 import torch
 
 import funcollect as fc
-from tests.support.compare import fresh, leaves
+from tests.support.compare import fresh
 from tests.support.envs.counting import always, check, make_counting
 from tests.support.running import scaled
 
-ONE = {"lengths": (3, 2)}
+ONE = {"lengths": (3, 2), "truncated": (1,)}
 THREE = ({"lengths": (3, 2)}, {"lengths": (2,), "truncated": (1,)}, {"lengths": (4, 1)})
 SINGLE = ("host", "torch")
 MANY = ("host", "vector", "torch")
 
 
-def flags(*ones, length=7):
-    column = torch.zeros(length, 1, dtype=torch.bool)
-    column[list(ones)] = True
-    return column
-
-
-@pytest.mark.parametrize("backend", SINGLE)
-def test_every_leaf_without_a_batch_dimension(backend):
-    env = make_counting(backend, {"lengths": (3, 2), "truncated": (1,)}, batched=False)
-    _, batch = fc.rollout(env, always(2), fc.init(env, always(2), seed=0), 7)
-    observation = [[0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 1, 1], [0, 2, 0], [0, 2, 1]]
-    after = [[0, 0, 1], [0, 0, 2], [0, 0, 3], [0, 1, 1], [0, 1, 2], [0, 2, 1], [0, 2, 2]]
-    by_hand = {
-        ("action",): torch.full((7,), 2),
-        ("collector", "lane"): torch.zeros(7, dtype=torch.int64),
-        ("collector", "policy_version"): torch.zeros(7, dtype=torch.int64),
-        ("collector", "step"): torch.tensor([0, 1, 2, 0, 1, 0, 1]),
-        ("collector", "traj_ids"): torch.tensor([0, 0, 0, 1, 1, 2, 2]),
-        ("done",): flags(),
-        ("next", "done"): flags(2, 4),
-        ("next", "observation"): torch.tensor(after, dtype=torch.float32),
-        ("next", "reward"): torch.tensor([[0.5], [1.5], [2.5], [10.5], [11.5], [20.5], [21.5]]),
-        ("next", "terminated"): flags(2),
-        ("next", "truncated"): flags(4),
-        ("observation",): torch.tensor(observation, dtype=torch.float32),
-        ("terminated",): flags(),
-        ("truncated",): flags(),
-    }
-    got = leaves(batch)
-    assert batch.batch_size == (7,)
-    assert list(got) == list(by_hand)
-    for path, leaf in by_hand.items():
-        assert got[path].dtype == leaf.dtype
-        assert torch.equal(got[path], leaf), path
-
-
 @pytest.mark.parametrize("backend", SINGLE)
 def test_a_single_environment_goes_on(backend):
     env, policy, state = fresh(make_counting(backend, ONE, batched=False), seed=5)
-    for words in ("0.0 0.1", "0.2t", "1.0 1.1t 2.0 2.1 2.2t", "3.0"):
+    for words in ("0.0 0.1", "0.2t", "1.0 1.1c 2.0 2.1 2.2t", "3.0"):
         state, batch = fc.rollout(env, policy, state, len(words.split()))
         check(batch, words, batched=False)
     assert (state.frames, state.steps, state.seed) == (9, 9, 5)
