@@ -292,15 +292,6 @@ def test_a_stop_iteration_of_the_users_does_not_end_the_run_silently(name, start
     assert len(recwarn) == start
 
 
-def test_weights_are_updated_while_a_thread_collects():
-    collector = fc.Collector(ENV, _policy(), frames_per_batch=1, replay_buffer=fc.ReplayBuffer())
-    collector.start()
-    for version in range(2_000):
-        assert collector.policy_version == version
-        collector.update_policy_weights_()
-    collector.shutdown()
-
-
 @pytest.mark.parametrize("kind", ["here", "workers", "statistics"])
 def test_weights_that_are_sent_while_a_batch_renews_those_before_are_kept(kind, monkeypatch):
     policy, threads = _policy(), []
@@ -345,25 +336,6 @@ def test_the_thread_that_fills_cannot_wait_for_itself_and_may_end_the_run():
     collector.start()
     collector._filler.thread.join()
     assert len(refused) == 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_loop_while_the_thread_collects_ends_with_its_exception(kind, recwarn):
-    class Full:
-        def extend(self, batch):
-            raise OSError("no space left")
-
-    collector = fc.Collector(ENV, **FRAMES, **KINDS[kind], replay_buffer=Full())
-    collector.start()
-    collector._filler.thread.join()
-    with pytest.raises(OSError, match="no space left"):
-        collector.is_running()
-    assert not collector.is_running()
-    for _ in range(2):
-        with pytest.raises(OSError, match="no space left"):
-            collector.join()
-    collector.shutdown()
-    assert len(recwarn) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

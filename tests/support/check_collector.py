@@ -266,15 +266,16 @@ def postproc(trial):
 
     def process(batch):
         masked.append(("collector", "mask") in batch.keys(True))
-        return batch.update({name: torch.ones(batch.shape) for name in ("shown", "_hidden")})
+        more = torch.ones(batch.shape)
+        return batch.update({"shown": more, "_hidden": more, "next": {"_deep": more}})
 
     with trial.built(postproc=process, split_trajs=True) as collector:
         (batch,) = take(collector, 1)
     assert masked
     assert all(masked)
-    names = {path[0] for path in flatten(batch)}
+    names = {name for path in flatten(batch) for name in path}
     assert "shown" in names
-    assert "_hidden" not in names
+    assert not [name for name in names if name.startswith("_")]
 
 
 def ends(trial):

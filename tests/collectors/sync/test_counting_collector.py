@@ -134,29 +134,6 @@ WORDS = (
 )
 
 
-def test_split_then_postproc_then_hidden_keys_dropped():
-    seen = []
-
-    def postproc(batch):
-        seen.append((batch.batch_size, "_hidden" in batch, batch.is_locked))
-        batch["_mine"] = batch["_hidden"] * 2
-        batch["next", "_deep"] = batch["_hidden"]
-        batch["kept"] = batch["_mine"] + 1
-        return batch
-
-    def module(observation):
-        return {"action": torch.zeros(len(observation), dtype=torch.int64), "_hidden": observation[:, 2]}
-
-    policy = fc.torch_policy(module)
-    collector = collect("host", *THREE, policy=policy, frames_per_batch=12, split_trajs=True, postproc=postproc, seed=0)
-    batch = next(collector)
-    assert seen == [((5, 4), True, False)]
-    assert batch["collector", "mask"].sum(-1).tolist() == [3, 1, 2, 2, 4]
-    assert not [path for path in leaves(batch) if any(part.startswith("_") for part in path)]
-    assert batch["kept"][0].tolist() == [1, 3, 5, 1]
-    assert "_hidden" in collector.rollout()  # what the core returned
-
-
 @pytest.mark.parametrize("name", ["RANDOM", "DETERMINISTIC", "MODE", "MEAN"])
 def test_exploration_types_other_than_random_take_the_mode(name):
     kind = fc.ExplorationType[name]

@@ -1,11 +1,10 @@
-"""Readers that are interrupted in a notebook, or fill a buffer from a thread."""
+"""Readers that are interrupted, or fill a buffer from a thread."""
 
 import contextlib
 import os
 import signal
 import threading
 
-import jupyter_client
 import pytest
 import torch
 
@@ -13,57 +12,7 @@ import funcollect as fc
 from tests.support.compare import assert_same
 from tests.support.faulty.faulty_workers import Plain
 from tests.support.running import once
-from tests.support.workers import COLLECTORS, FOREVER, TRANSPORTS, gone, multi, wait_until
-
-BUILT = """
-import time
-import funcollect as fc
-from gymnasium.envs.classic_control import CartPoleEnv
-
-class Slow(CartPoleEnv):
-    def step(self, action):
-        time.sleep(0.02)
-        return super().step(action)
-
-collector = fc.{kind}([Slow] * 2, None, frames_per_batch={frames}, seed=0, timeout=1e6, start_timeout=1e6)
-pids = [record.handle.pid for record in collector.run.records]
-print(*pids)
-"""
-LOOP = "print('begun', flush=True)\nfor batch in collector: pass"
-AFTER = """
-try:
-    print("usable", next(collector)["collector", "step"].shape[-1])
-except fc.errors.ClosedError:
-    print("closed")
-collector.shutdown()
-"""
-
-
-def said(client, code, at=lambda: None):
-    """What a cell prints and the name of its exception; `at` is called as it prints."""
-    printed = []
-
-    def seen(message):
-        if message["msg_type"] == "stream":
-            printed.append(message["content"]["text"])
-            at()
-
-    reply = client.execute_interactive(code, output_hook=seen)
-    return "".join(printed), reply["content"].get("ename")
-
-
-@pytest.mark.evening  # what `test_worker_faults.py` does with a program
-def test_an_interrupted_cell_stops_at_once_and_leaves_the_collector_usable_or_closed():
-    # A kernel signals its whole process group, its workers too.
-    with jupyter_client.run_kernel(kernel_name="python3", startup_timeout=FOREVER) as client:
-        for kind in COLLECTORS:
-            printed, raised = said(client, BUILT.format(kind=kind.__name__, frames=20))
-            assert raised is None, printed
-            pids = list(map(int, printed.split()))
-            assert said(client, LOOP, at=client.parent.interrupt_kernel) == ("begun\n", "KeyboardInterrupt")
-            printed, raised = said(client, AFTER)
-            assert (raised, printed.split()[0] in ("usable", "closed")) == (None, True)
-            assert all(map(gone, pids))
+from tests.support.workers import COLLECTORS, TRANSPORTS, multi, wait_until
 
 
 class Buffer(list):
@@ -194,13 +143,19 @@ def fill_until_it_fails(collector, buffer, kill=None):
     collector._filler.thread.join()
 
 
-@pytest.mark.parametrize("call", ["join", "stats", "update_policy_weights_", "pause", "__next__", "shutdown", "exit"])
+CALLS = ["join", "is_running", "stats", "update_policy_weights_", "pause", "__next__", "shutdown", "exit"]
+
+
+@pytest.mark.parametrize("call", CALLS)
 def test_an_exception_in_the_buffer_is_raised_by_the_next_call(call):
     collector = made(fc.MultiaSyncDataCollector, "serial")
     with pytest.warns(RuntimeWarning, match="no longer filled, ArithmeticError: full"):
         fill_until_it_fails(collector, Buffer(fail_at=1))
     with pytest.raises(ArithmeticError, match="full"):
         collector.__exit__(None, None, None) if call == "exit" else getattr(collector, call)()
+    if call == "join":
+        with pytest.raises(ArithmeticError, match="full"):
+            collector.join()
     if call not in ("shutdown", "exit"):
         next(collector)
     collector.shutdown()
