@@ -73,14 +73,6 @@ def test_a_batch_of_traced_code_counts_as_the_delivered_one_does():
     np.testing.assert_allclose(leaf(in_jax.mean), leaf(ours.mean), rtol=1e-4, atol=1e-6)
 
 
-@both
-def test_weights_choose_the_rows_that_count(backend):
-    rows, kept = data(), np.random.default_rng(1).random(2000) < 0.7
-    stats = rs.update(rs.init(BOX, backend=backend), KINDS[backend](rows), weights=KINDS[backend](kept))
-    np.testing.assert_allclose(leaf(stats.mean), rows[kept].astype(np.float64).mean(0), rtol=1e-6)
-    np.testing.assert_allclose(leaf(stats.variance), rows[kept].astype(np.float64).var(0), rtol=1e-5)
-
-
 @pytest.mark.parametrize(("backend", "tolerance"), [("torch", 1e-12), ("jax", 1e-6)])
 def test_merged_statistics_are_those_of_all_data(backend, tolerance):
     rows = data()
@@ -119,16 +111,6 @@ def test_nothing_is_normalised_before_the_first_observation_and_nothing_counts_i
     none = rs.update(some, KINDS[backend](rows * 9), weights=KINDS[backend](np.zeros(4)))
     np.testing.assert_allclose(leaf(none.variance), leaf(some.variance))
     assert (np.asarray(none.count) == np.asarray(some.count)).all()
-
-
-@both
-def test_normalised_observations_have_mean_zero(backend):
-    rows = data()
-    scaled = rs.normalize(updated(backend, [rows]), KINDS[backend](rows))
-    np.testing.assert_allclose(np.asarray(scaled).mean(0), 0, atol=1e-4)
-    np.testing.assert_allclose(np.asarray(scaled).std(0), 1, atol=1e-3)
-    clipped = rs.normalize(updated(backend, [rows]), KINDS[backend](rows), clip=0.5)
-    assert float(abs(clipped).max()) == 0.5
 
 
 def test_padding_and_frames_of_finished_lanes_do_not_count():

@@ -1,5 +1,4 @@
 import gc
-import weakref
 
 import gymnasium
 import numpy as np
@@ -83,32 +82,6 @@ def test_there_is_a_way_back_after_an_interrupt():
     del state
     gc.collect()
     assert LIVE[-1].closed == 1
-
-
-def test_close_frees_the_simulators_once():
-    *_, state = begun(steps=3)
-    for _ in range(2):
-        fc.close(state)
-        assert [simulator.closed for simulator in LIVE] == [1, 1]
-    del state
-    gc.collect()
-    assert [simulator.closed for simulator in LIVE] == [1, 1]
-
-
-def test_simulators_are_closed_when_their_state_is_collected():
-    env, policy, state = begun()
-    state, batch = fc.rollout(env, policy, state, 3)
-    simulators = [weakref.ref(simulator) for simulator in LIVE[1:]]
-    kept = LIVE[-1]
-    LIVE.clear()
-    assert kept.closed == 0
-    del state
-    gc.collect()
-    assert kept.closed == 1
-    del kept
-    gc.collect()
-    assert [reference() for reference in simulators if reference() is not None] == []
-    assert batch["observation"].shape == (2, 3, 1)
 
 
 def test_an_instance_backs_one_state_and_is_rebuilt_for_others():

@@ -332,7 +332,6 @@ REFUSALS = [
     ("CartPole-v1", {"to": np.zeros((2, 4))}, "\\['to'\\] is not for HostEnv.*, expected options"),
     (JAX, {"options": {}}, "\\['options'\\] is not for JaxEnv.*, expected to"),
     (VECTOR, {"options": {}}, "resets of .* take none"),
-    ("CartPole-v1", {"options": 3}, "options is 3"),
 ]
 
 

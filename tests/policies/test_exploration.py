@@ -142,7 +142,6 @@ def test_a_policy_of_ones_own_reads_its_numbers():
     ({"epsilon": [-1.0, 0.5]}, ValueError, r"epsilon is -1.0"),
     ({"epsilon": ["much", "more"]}, TypeError, r"exploration\['epsilon'\] is .*, expected a number"),
     ({"epsilon": "much"}, TypeError, r"exploration\['epsilon'\] is 'much', expected a number"),
-    (0.1, TypeError, "exploration is 0.1, expected a dict from names to numbers"),
 ])  # fmt: skip
 def test_values_that_do_not_fit(given, error, message):
     env, policy = fc.make_env("CartPole-v1", num_envs=2), values("torch", 0.1)

@@ -244,7 +244,6 @@ REWARD, DONE = ("next", "reward"), ("next", "done")
 
 
 @pytest.mark.parametrize(("change", "error", "message"), [
-    (lambda batch: batch.to_dict(), TypeError, "the batch is dict, expected a TensorDict"),
     (lambda batch: TensorDict({}), ValueError, "no batch dimensions"),
     (lambda batch: batch.exclude(REWARD), ValueError, "no tensor next.reward"),
     (lambda batch: batch.exclude("collector"), ValueError, "no tensor collector.traj_ids"),

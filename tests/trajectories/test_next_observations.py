@@ -161,15 +161,3 @@ def test_ray(workers):
     with multi(transport="serial", create_env_fn=["CartPole-v1"] * 2 * workers, **keywords) as collector:
         for batch in made:
             check(next(collector), batch.flatten(0, 1) if workers > 1 else batch)
-
-
-def test_batches_that_wait_are_saved(tmp_path):
-    envs = ["CartPole-v1"] * 2
-    keywords = {"frames_per_batch": 40, "compact_obs": True, "prefetch": True, "seed": 0, "in_process": True}
-    with SYNC(envs, None, **keywords) as collector:
-        next(collector)
-        collector.save(tmp_path / "run")
-        wanted = [next(collector).clone() for _ in range(3)]
-    with SYNC.load(tmp_path / "run", envs, in_process=True) as collector:
-        for batch in wanted:
-            assert_same(fc.next_observations(next(collector)), fc.next_observations(batch))

@@ -198,9 +198,7 @@ NAMES = NonTensorStack.from_list([["a", "b", "c"]] * 2)
 @pytest.mark.parametrize(("kwargs", "error", "message"), [
     ({"trajectory_key": "episode"}, ValueError, "no tensor episode"),
     ({"done_key": "x"}, ValueError, "no tensor collector.traj_ids"),
-    ({"as_nested": "jagged"}, TypeError, "as_nested is 'jagged', expected a bool or a torch.layout"),
     ({"batch": batch_of([0])[:0], "as_nested": True}, ValueError, "no frames"),
-    ({"batch": batch_of([0]).to_dict()}, TypeError, "the batch is dict, expected a TensorDict"),
     ({"batch": TensorDict({})}, ValueError, r"no batch dimensions, expected \[\*B, T\]"),
     ({"batch": NO_IDS}, ValueError, "no tensor collector.traj_ids.*it has .*next.reward"),
     (with_leaf(IDS, torch.zeros(2, 3)), TypeError, "float32, expected integers"),

@@ -123,17 +123,6 @@ def test_a_block_of_a_pause_resumes_at_its_end_also_after_an_exception_and_after
             collector.shutdown()
 
 
-@pytest.mark.parametrize(("kind", "transport"), once(COLLECTORS, TRANSPORTS[::-1]))
-def test_a_run_ends_and_its_thread_with_it(kind, transport):
-    buffer = Buffer()
-    with made(kind, transport, total_frames=160) as collector:
-        collector.start(buffer)
-        collector.join()
-        assert sum(batch.numel() for batch in buffer) == collector.frames == 160
-    with pytest.raises(TypeError, match="extend"):
-        made(kind, "serial").start(3)
-
-
 def fill_until_it_fails(collector, buffer, kill=None):
     """Start, kill this worker once there is a batch, and wait for the end of the thread."""
     collector.start(buffer)

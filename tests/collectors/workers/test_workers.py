@@ -64,20 +64,6 @@ def test_environments_by_hand(transport, cat_results, batched, shape):
         check(batch.reshape(-1, 3), *([*WORDS[0], *WORDS[1]] if batched else [WORDS[0][0], WORDS[1][0]]))
 
 
-@pytest.mark.parametrize(("transport", "batched"), once(TRANSPORTS, [True, False]))
-def test_asynchronous_batches_are_those_of_one_worker(transport, batched):
-    made = counting_workers(*(lanes if batched else lanes[:1] for lanes in LANES), batched=batched)
-    with multi(ASYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=7, total_frames=50) as c:
-        batches = [batch.clone() for batch in c]
-        assert [batch.batch_size for batch in batches] == [(2, 4) if batched else (7,)] * len(c)
-    seen = {0: -1, 1: -1}
-    for batch in batches:
-        (worker,) = set((batch["collector", "lane"] // (2 if batched else 1)).flatten().tolist())
-        first = int(batch["observation"].reshape(*batch.shape, 3)[..., 1:].min())
-        assert first >= seen[worker]
-        seen[worker] = first
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_workers_with_frames_of_their_own(transport):
     made = counting_workers(LANES[0][:1], LANES[1][:1], batched=False)

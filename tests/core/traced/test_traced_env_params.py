@@ -114,7 +114,6 @@ def test_eager_calls_and_files_take_its_states_and_it_takes_those_of_the_eager_f
 @pytest.mark.parametrize(("call", "error", "message"), [
     (lambda env, state: (env, state, {"gain": 1.0}), ValueError, "params is .*, expected .*: change leaves of env"),
     (lambda env, state: (env, state, gain(env, jnp.ones(2))), ValueError, r"params\['gain'\] has the shape \[2\]"),
-    (lambda env, state: (env, None, PARAMS), TypeError, "state is None, expected CollectorState"),
     (lambda env, state: (fc.make_env("CartPole-v1"), state, PARAMS), TypeError, "env is .*, expected JaxEnv"),
     (lambda env, state: (make(4), state, PARAMS), ValueError, "the state belongs to another environment"),
 ])  # fmt: skip

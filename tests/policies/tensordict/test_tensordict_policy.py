@@ -18,10 +18,6 @@ from torchrl.modules import (
 )
 
 import funcollect as fc
-from funcollect.policies.as_policy import as_policy
-from funcollect.policies.random_policy import RandomPolicy
-from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from tests.support.cases import HIDDEN, Recurrent, mlp
 from tests.support.compare import assert_same
 from tests.support.compare import collect as run
@@ -37,14 +33,6 @@ def collect(policy, env="CartPole-v1", **options):
 
 def push(x):
     return (x[..., 2] > 0).long()
-
-
-def test_a_tensordict_module_reads_its_in_keys_and_writes_its_out_keys():
-    module = TensorDictModule(lambda x: (push(x), x * 2), ["observation"], ["action", ("extra", "twice")])
-    for name in ("CartPole-v1", "torch/CartPole-v1"):
-        batch = collect(module, name)
-        assert torch.equal(batch["action"], push(batch["observation"]))
-        assert torch.equal(batch["extra", "twice"], batch["observation"] * 2)
 
 
 def by_name_td(td):
@@ -83,17 +71,6 @@ CALLABLES = [by_name_td, by_name_tensordict, by_annotation, by_evaluated_annotat
 def test_callables_on_a_tensordict_are_known_by_their_argument(policy):
     batch = collect(policy)
     assert torch.equal(batch["action"], push(batch["observation"]))
-
-
-def test_other_policies_become_what_they_are():
-    env = fc.make_env("CartPole-v1")
-    own = fc.torch_policy(nn.Linear(4, 2))
-    assert as_policy(own, env) is own
-    kinds = {None: RandomPolicy, nn.Linear(4, 2): TorchPolicy, push: TorchPolicy, by_name_td: TensorDictPolicy}
-    assert [type(as_policy(given, env)) for given in kinds] == [*kinds.values()]
-    for wrong in (3, "random", nn.Linear):
-        with pytest.raises(TypeError, match=r"expected an? "):
-            as_policy(wrong, env)
 
 
 @pytest.mark.parametrize("default", [InteractionType.RANDOM, InteractionType.DETERMINISTIC])
@@ -171,14 +148,6 @@ def test_what_is_written_once_stays():
 
     batch = run(fc.make_env("CartPole-v1", num_envs=3), fc.tensordict_policy(policy), 9)
     assert torch.equal(batch["value"], torch.arange(1.0, 4.0)[:, None].expand(3, 9))
-
-
-@pytest.mark.parametrize("kind", [fc.MultiSyncDataCollector, *in_soak([fc.MultiaSyncDataCollector])])
-def test_over_workers(kind):
-    kwargs = {"frames_per_batch": 40, "total_frames": 160, "max_frames_per_traj": 12}
-    with kind(["CartPole-v1"] * 2, Count(), **kwargs) as collector:
-        for batch in collector:
-            assert_counts(batch, 2)
 
 
 @theirs_warn

@@ -217,17 +217,6 @@ def test_a_random_policy_without_a_spec_gets_the_environments(make):
         assert_same(next(made), next(given))
 
 
-def test_a_nested_action_is_the_action():
-    env = fc.make_env("CartPole-v1", num_envs=2)
-    plain, nested = (
-        TensorDictModule(lambda x: (x[..., 2] > 0).long(), ["observation"], [key])
-        for key in ("action", ("agent", "action"))
-    )
-    batch = collect(env, as_policy(nested, env), 20)
-    assert torch.equal(batch["agent", "action"], batch["action"])
-    assert_same(batch.exclude("agent"), collect(env, as_policy(plain, env), 20))
-
-
 @pytest.mark.parametrize("name", ["CartPole-v1", "gymnax/CartPole-v1"])
 @pytest.mark.parametrize("log_prob", ["action_log_prob", "old_log_prob", None])
 def test_a_nested_action_is_the_executed_one(name, log_prob):

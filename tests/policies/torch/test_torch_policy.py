@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import distributions, nn
 
 import funcollect as fc
 from funcollect.policies.mlp import Flatten, mlp
 from tests.support.compare import assert_same, collect
 from tests.support.envs.light_envs import Sampling
-from tests.support.running import SCALE, once, pairwise
+from tests.support.running import SCALE, pairwise
 
 ENVS = ["CartPole-v1", "torch/CartPole-v1"]
 both = pytest.mark.parametrize("name", ENVS)
@@ -64,59 +63,11 @@ def test_a_dict_holds_what_the_head_reads_and_extras(name, head, module, distrib
     torch.testing.assert_close(batch["action_log_prob"], score.reshape(2, 20))
 
 
-class Buffered(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("out", torch.zeros(3, dtype=torch.long))
-        self.kept = torch.zeros(3, 4)
-
-    def forward(self, x):
-        self.out.copy_(push(x))
-        self.kept.copy_(x * 2)
-        return {"action": self.out, "kept": self.kept, "part": self.kept[:, 1:3]}
-
-
-def views(x):
-    return {"action": push(x), "same": x, "part": x[:, 1:3], "row": x.T[0]}
-
-
-@pytest.mark.filterwarnings("ignore:Buffered writes its buffers")
-@pytest.mark.parametrize(("lengths", "name"), once([(40,), (1, 39), (2, 38), (3, 37), (1, 1, 1, 1)], ENVS))
-def test_memory_that_is_written_again_is_recorded_right(name, lengths):
-    buffered = collect(make_env(name), fc.torch_policy(Buffered()), *lengths)
-    viewed = collect(make_env(name), fc.torch_policy(views), *lengths)
-    x = buffered["observation"]
-    assert torch.equal(buffered["action"], (x[..., 2] > 0).long())
-    assert torch.equal(buffered["kept"], x * 2)
-    assert torch.equal(buffered["part"], x[..., 1:3] * 2)
-    assert torch.equal(viewed["observation"], x)
-    for key, wanted in {"same": x, "part": x[..., 1:3], "row": x[..., 0]}.items():
-        assert torch.equal(viewed[key], wanted), key
-
-
 def test_buffers_that_are_written_in_turn_are_refused():
     buffers = itertools.cycle([torch.zeros(3), torch.zeros(3)])
     policy = fc.torch_policy(lambda x: {"action": push(x), "sum": next(buffers).copy_(x.sum(-1))})
     with pytest.raises(fc.PolicyError, match="after it had been returned"):
         collect(fc.make_env("CartPole-v1", num_envs=3), policy, 70)
-
-
-def vector_env():
-    factories = [lambda: gymnasium.make("CartPole-v1")] * 3
-    return SyncVectorEnv(factories, autoreset_mode=AutoresetMode.DISABLED)
-
-
-@pytest.mark.parametrize(("name", "reset_when_done"), once([*ENVS, "vector"], [True, False]))
-def test_a_module_that_writes_its_observation_does_not_corrupt_the_data(name, reset_when_done):
-    batches = []
-    for module in (push, lambda x: push(x) + 0 * x.zero_()[:, 0].long()):
-        env = fc.make_env(vector_env()) if name == "vector" else make_env(name)
-        kwargs = {"frames_per_batch": 90, "reset_when_done": reset_when_done, "seed": 1}
-        with fc.SyncDataCollector(env, module, **kwargs) as collector:
-            batches += [next(collector), next(collector)]
-    assert_same(batches[0], batches[2])
-    assert_same(batches[1], batches[3])
-    assert batches[0]["next", "done"].any()
 
 
 class Drawing(nn.Module):
