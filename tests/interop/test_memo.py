@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 import cloudpickle
 import gymnasium
-import jax
 import jax.numpy as jnp
 import pytest
 
 import funcollect as fc
 from funcollect.core.state import origin_of
-from funcollect.interop.memo import memo_of, set_since_use, variables_of
+from funcollect.interop.memo import memo_of, variables_of
 from tests.support.compare import assert_same, collect
 
 
@@ -125,19 +124,6 @@ def test_environments_without_a_hash_run_and_used_ones_can_be_pickled():
     twin = pickle.loads(pickle.dumps(used))
     assert "_memo" not in vars(twin) or dict(memo_of(twin)) == {}
     assert highest(twin) == 2.0
-
-
-HEIGHT = 2.0
-
-
-def test_a_global_that_an_inner_function_reads_is_noticed(monkeypatch):
-    def apply(params, x):
-        return jax.tree.map(lambda leaf: leaf * HEIGHT, x)
-
-    user, variables = Plain(), variables_of(apply)
-    assert set_since_use(user, variables) == []
-    monkeypatch.setitem(globals(), "HEIGHT", 3.0)
-    assert set_since_use(user, variables) == ["HEIGHT"]
 
 
 def test_a_name_that_only_an_inner_function_sets_is_watched_outside():
