@@ -55,6 +55,14 @@ def sent_by_value(request):
     cloudpickle.unregister_pickle_by_value(request.module)
 
 
+@pytest.fixture(scope="module")
+def cartpole():
+    """Three lanes of gymnax's, for all tests of a module, so that JAX compiles its programs once."""
+    from funcollect.envs.jax_envs.like_gymnax import from_gymnax
+
+    return from_gymnax("CartPole-v1", num_envs=3)
+
+
 @pytest.fixture(scope="session")
 def ray_cluster():
     """A cluster of Ray's on this machine, with more CPUs than it has, for all tests; the module `ray`."""

@@ -4,16 +4,13 @@ import copy
 import pickle
 import signal
 import threading
-import time
 
-import gymnasium
-import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 
 import funcollect as fc
 from tests.support.compare import assert_same
+from tests.support.faulty.faulty_workers import Held
 from tests.support.running import in_soak
 from tests.support.workers import wait_until
 
@@ -28,25 +25,16 @@ def refused(collector, path):
     assert not (path / "run").exists()
 
 
-class Gate(gymnasium.Env):
+class Gate(Held):
     """Notes its first step in a file, and waits there for another file."""
 
-    observation_space, action_space = spaces.Box(0, 99, (1,)), spaces.Discrete(2)
-
     def __init__(self, path):
+        super().__init__(path / "open")
         self.path = path
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.steps = 0
-        return np.zeros(1, np.float32), {}
-
     def step(self, action):
-        self.steps += 1
         (self.path / "begun").touch()
-        while not (self.path / "open").exists():
-            time.sleep(0.001)
-        return np.full(1, self.steps, np.float32), float(action), self.steps == 5, False, {}
+        return super().step(action)
 
 
 @pytest.mark.parametrize("kind", ["sync", "lane workers", "processes", *in_soak(["serial", "asynchronous"])])

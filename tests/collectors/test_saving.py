@@ -1,6 +1,5 @@
 """Collectors saved in mid-run and continued by others, bit for bit; other classes, keywords and networks refused."""
 
-import gymnasium
 import jax.numpy as jnp
 import numpy as np
 import optree
@@ -12,6 +11,7 @@ import funcollect as fc
 from tests.collectors.conftest import over
 from tests.support.cases import mlp
 from tests.support.compare import assert_same
+from tests.support.envs.light_envs import Nested
 from tests.support.misuse import refused
 from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY, in_soak
 from tests.support.workers import TRANSPORTS, by_lane, check_trajectories
@@ -77,26 +77,16 @@ def test_a_loaded_collector_delivers_the_batches_that_would_have_come(kind, tmp_
             assert_all_same(wanted, trained(collector, policy, range(7, 10)))
 
 
-class Walk(gymnasium.Env):
-    """A random walk without a spec: no other instance can be made. It raises while there is a certain file."""
-
-    observation_space = gymnasium.spaces.Box(-9, 9, (2,))
-    action_space = gymnasium.spaces.Discrete(2)
+class Walk(Nested):
+    """Has no spec, so no other instance can be made. It raises while there is a certain file."""
 
     def __init__(self, tired=None):
         self.tired = tired
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.place, self.steps = np.zeros(2, np.float32), 0
-        return self.place, {}
-
     def step(self, action):
         if self.tired is not None and self.tired.exists():
             raise RuntimeError("too tired")
-        self.steps += 1
-        self.place = (self.place + 0.1 * (action + self.np_random.normal(size=2))).clip(-9, 9).astype(np.float32)
-        return self.place, 1.0, self.steps == 13, False, {}
+        return super().step(action)
 
 
 @pytest.mark.parametrize("in_process", [True, False])

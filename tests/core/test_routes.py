@@ -16,7 +16,6 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.core import routes
-from funcollect.envs.jax_envs.like_gymnax import from_gymnax
 from funcollect.interop.jax_setup import compiled
 from funcollect.policies import torch_in_jax
 from funcollect.policies.torch_in_jax import LoweredPolicy
@@ -25,13 +24,6 @@ from tests.support.compare import assert_same, collect, compilations
 from tests.support.envs.jax_counting import counting
 from tests.support.policies import Recording
 from tests.support.running import in_soak
-
-MODE = fc.ExplorationType.DETERMINISTIC
-
-
-@pytest.fixture(scope="module")
-def cartpole():
-    return from_gymnax("CartPole-v1", num_envs=3)
 
 
 def way(env, policy):
@@ -55,18 +47,6 @@ class Scaled(nn.Module):
 
 def scaled_policy(compiler=None):
     return fc.torch_policy(Scaled(), head=fc.heads.categorical, compile=compiler)
-
-
-def test_a_deterministic_tensordict_module_is_lowered(cartpole):
-    net = mlp(4, 2)
-    policy = fc.tensordict_policy(TensorDictModule(lambda x: net(x).argmax(-1), ["observation"], ["action"]))
-    assert way(cartpole, policy) == "eager"  # the function is a closure over the network
-    module = nn.Sequential(net, ArgMax())
-    policy = fc.tensordict_policy(TensorDictModule(module, ["observation"], ["action", "value"]))
-    assert way(cartpole, policy) == "xla"
-    batch = collect(cartpole, policy, 20)
-    assert torch.equal(batch["action"], module(batch["observation"])[0])
-    assert batch["action"].dtype == torch.int64
 
 
 @pytest.mark.parametrize("wanted", ["xla", "eager"])
@@ -95,33 +75,6 @@ def test_nested_outputs_where_a_batch_has_its_own(cartpole):
 class ArgMax(nn.Module):
     def forward(self, values):
         return values.argmax(-1), values.max(-1, keepdim=True).values
-
-
-WAYS = [("gymnax/CartPole-v1", "xla"), ("CartPole-v1", "eager")]  # contracts/test_changed_modules.py has the others
-WAYS += in_soak([("torch/CartPole-v1", "xla"), ("CartPole-v1", "xla"), ("gymnax/CartPole-v1", "eager")])
-
-
-@pytest.mark.parametrize(("name", "wanted"), WAYS)
-def test_weights_buffers_and_params_reach_the_next_rollout(name, wanted):
-    env, policy = fc.make_env(name, num_envs=3), scaled_policy(wanted)
-    module, state = policy.module, fc.init(env, policy, seed=0)
-
-    def next_actions(**options):
-        nonlocal state
-        state, batch = fc.rollout(env, policy, state, 4, exploration_type=MODE, **options)
-        return batch["action"]
-
-    for favourite in (0, 1):
-        module.shift.copy_(torch.eye(2)[favourite] * 100)
-        assert (next_actions() == favourite).all()
-    for favourite in (0, 1):
-        with torch.no_grad():
-            module.net[2].bias.copy_(torch.eye(2)[favourite] * 1000)
-        assert (next_actions() == favourite).all()
-    params = TensorDict.from_module(module).clone()
-    params["net", "2", "bias"].copy_(torch.tensor([1000.0, 0.0]))
-    assert (next_actions(params=params) == 0).all()
-    assert (next_actions() == 1).all()
 
 
 @pytest.mark.parametrize("name", ["gymnax/CartPole-v1", "CartPole-v1", *in_soak(["torch/CartPole-v1"])])

@@ -23,6 +23,7 @@ from tests.support.compare import assert_same
 from tests.support.compare import collect as run_of
 from tests.support.envs.light_envs import Nested
 from tests.support.misuse import Rigged
+from tests.support.policies import Lean
 from tests.support.running import once
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch.compile's imports
@@ -67,13 +68,6 @@ def test_a_call_answers_as_a_step_does(name, way):
     np.testing.assert_array_equal(np.asarray(outputs["action"]), batch["action"])
     if "action_log_prob" in outputs:
         np.testing.assert_allclose(np.asarray(outputs["action_log_prob"]), batch["action_log_prob"], rtol=1e-5)
-
-
-class Lean(fc.PolicyBase):
-    backend, params = "torch", None
-
-    def __call__(self, params, state, observation, noise, spec, exploration, /):
-        return state, {"action": push(observation)}
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])

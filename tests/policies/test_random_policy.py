@@ -11,6 +11,7 @@ from funcollect.keys import draw_ahead, key_from_seed
 from funcollect.policies.numerics import TORCH, jax_numerics
 from funcollect.policies.random_policy import RandomPolicy, draw_actions
 from funcollect.specs import ActionSpec
+from tests.support.compare import ks_distance
 from tests.support.running import once
 
 
@@ -66,21 +67,14 @@ def test_choices_are_uniform_and_independent(space, low, counts):
     assert_fair(torch.from_numpy(np.ravel_multi_index(tuple(parts), counts)), math.prod(counts))
 
 
-def ks(sample, cdf):
-    """The Kolmogorov-Smirnov distance times the root of the size: beyond 2.2 in one case of 10,000."""
-    ordered, size = cdf(sample.double().sort().values), len(sample)
-    steps = torch.arange(size + 1) / size
-    return math.sqrt(size) * max(float((steps[1:] - ordered).max()), float((ordered - steps[:-1]).max()))
-
-
 def test_box_actions_follow_gymnasiums_sample():
     """Uniform between two bounds; beyond one bound an exponential, without bounds a normal."""
     low, high = np.array([-2, 3, -np.inf, -np.inf]), np.array([1, np.inf, -5, np.inf])
     batch = draw(spaces.Box(low.astype(np.float32), high.astype(np.float32)))
     cdfs = [lambda x: (x + 2) / 3, lambda x: 1 - torch.exp(-(x - 3)), lambda x: torch.exp(x + 5), torch.special.ndtr]
     for values, cdf in zip(batch["action"].unbind(-1), cdfs, strict=True):
-        assert ks(values, cdf) < 2.2
-    assert ks(batch["action"][:, 0] * 1.1, cdfs[0]) > 2.2
+        assert ks_distance(values, cdf) < 2.2
+    assert ks_distance(batch["action"][:, 0] * 1.1, cdfs[0]) > 2.2
     assert np.abs(np.corrcoef(batch["action"].T) - np.eye(4)).max() < 0.05
 
 

@@ -72,6 +72,24 @@ def until(collector, version):
             return
 
 
+class Lean(fc.PolicyBase):
+    """What a policy of a user's own has at least."""
+
+    backend, params = "torch", None
+
+    def __call__(self, params, policy_state, observation, noise, spec, exploration, /):
+        return policy_state, {"action": (observation[:, 2] > 0).long()}
+
+
+def linear(bias):
+    """A network that chooses action 1 where the bias is positive, whatever it sees."""
+    module = nn.Linear(4, 2)
+    with torch.no_grad():
+        module.weight.zero_()
+        module.bias.copy_(torch.tensor([0.0, bias]))
+    return module
+
+
 class Count(TensorDictModuleBase):
     """Counts its calls in a key that it does not announce."""
 

@@ -4,7 +4,6 @@ And what importing the library brings in.
 """
 
 import gc
-import io
 import subprocess
 import sys
 
@@ -21,24 +20,12 @@ from funcollect.policies.as_policy import as_policy
 from funcollect.policies.random_policy import RandomPolicy
 from tests.support.compare import assert_same
 from tests.support.misuse import Rigged, raises
-from tests.support.running import in_soak
+from tests.support.policies import Lean, linear
 
 
 def make(policy=None, *, name="CartPole-v1", frames_per_batch=20, num_envs=2, **options):
     env = fc.make_env(name, num_envs=num_envs)
     return fc.SyncDataCollector(env, policy, frames_per_batch=frames_per_batch, **{"seed": 0, **options})
-
-
-HOST, IN_JAX = "CartPole-v1", "gymnax/CartPole-v1"
-
-
-def linear(bias):
-    """Chooses action 1 where the bias is positive."""
-    module = nn.Linear(4, 2)
-    with torch.no_grad():
-        module.weight.zero_()
-        module.bias.copy_(torch.tensor([0.0, bias]))
-    return module
 
 
 def greedy(bias):
@@ -123,34 +110,13 @@ def test_policies_that_cannot_be_placed_are_refused(policy):
         with pytest.raises(ValueError, match=rf"policy_device is meta, but a .* runs on cpu.* {says}"):
             as_policy(other, env, "meta")
     there = fc.by_group({"a": fc.torch_policy(nn.Linear(4, 2), head=fc.heads.greedy, device="meta")})
-    for placed in (there, Lean()):
+    for placed in (there, Lean()):  # a user's own places itself
         assert as_policy(placed, env, "meta") is placed
-
-
-class Lean(fc.PolicyBase):
-    """A user's own, which places itself."""
-
-    backend, params = "torch", None
-
-    def __call__(self, params, policy_state, observation, noise, spec, exploration):
-        return policy_state, {"action": (observation[:, 2] > 0).long()}
 
 
 def test_a_function_that_is_where_it_shall_be_stays_itself():
     policy = fc.torch_policy(lambda x: (x[..., 2] > 0).long())
     assert as_policy(policy, fc.make_env("CartPole-v1"), "cpu") is policy
-
-
-@pytest.mark.parametrize(("kind", "name"), [(greedy, HOST), *in_soak([(jax_greedy, HOST)]), (jax_greedy, IN_JAX)])
-def test_update_policy_weights(kind, name):
-    collector = make(kind(-1.0), name=name)
-    seen = [next(collector)]
-    for params in (kind(1.0).params, None, kind(2.0).params):
-        collector.update_policy_weights_(params)
-        seen.append(next(collector))
-    assert [actions(batch) for batch in seen] == [[0], [1], [0], [1]]
-    assert [versions(batch) for batch in seen] == [[0], [1], [2], [3]]
-    assert collector.stats()["policy_version"] == 3
 
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "in_process": True}])
@@ -162,44 +128,6 @@ def test_update_at_each_batch_counts_and_keeps_what_acts(workers):
     seen += [next(collector), next(collector)]
     assert [versions(batch) for batch in seen] == [[0], [1], [3], [4]]
     assert [actions(batch) for batch in seen] == [[0], [0], [1], [1]]
-
-
-def jax_recurrent(bias):
-    params = jnp.array([0.0, bias])
-    return fc.jax_policy(lambda p, x, h: (x[:, :2] * 0 + p, h + 1), params, head=fc.heads.greedy, initial_state=0.0)
-
-
-def drawing(_):
-    return fc.torch_policy(lambda x: torch.randint(2, (len(x),)))  # by Torch's global generator
-
-
-ON_HOST = [greedy, jax_greedy, jax_recurrent, drawing, lambda _: None]
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"), [*((kind, HOST) for kind in ON_HOST), *in_soak([(jax_greedy, IN_JAX)]), (jax_recurrent, IN_JAX)]
-)
-def test_a_state_dict_through_a_file_brings_back_the_same_run(kind, name):
-    source = make(kind(1.0), name=name, total_frames=100)
-    next(source), next(source)
-    source.update_policy_weights_()
-    file = io.BytesIO()
-    torch.save(source.state_dict(), file)
-    next(source)
-    runs = []
-    for seed in (77, 78):
-        file.seek(0)
-        saved = torch.load(file, weights_only=True)
-        target = make(kind(-1.0), name=name, total_frames=100, seed=seed)
-        next(target)
-        target.load_state_dict(saved)
-        assert (target.frames, target.seed, target.params) == (40, 0, None)
-        runs.append(next(target))
-        assert len(list(target)) == 2
-    assert_same(*runs)
-    assert actions(runs[0]) == ([1] if kind in (greedy, jax_greedy, jax_recurrent) else [0, 1])
-    assert versions(runs[0]) == [1]
-    assert (runs[0]["collector", "step"][:, 0] == 0).all()
 
 
 @pytest.mark.parametrize("form", ["own", "tensordict", "dict"])
@@ -329,22 +257,6 @@ def rigged():
         return made[-1]
 
     return fc.SyncDataCollector([build, build], frames_per_batch=10, max_frames_per_traj=8, seed=0), made
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError("in the simulator")], ids=repr)
-@pytest.mark.parametrize("at", [7, 0], ids=["step", "reset"])
-def test_after_an_exception_the_next_batch_begins_new_episodes(error, at):
-    collector, simulators = rigged()
-    first = next(collector)
-    simulators[-1].spoil, simulators[-1].at = raises(error), at
-    with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else fc.EnvError, match=r"lane 1|^$"):
-        next(collector)
-    batch = next(collector)
-    assert batch["collector", "step"].tolist() == [[0, 1, 2, 3, 4]] * 2
-    ids = [set(part["collector", "traj_ids"].flatten().tolist()) for part in (first, batch)]
-    assert not ids[0] & ids[1]
-    assert collector.frames == 20
-    assert next(collector)["collector", "step"][0].tolist() == [5, 6, 7, 0, 1]
 
 
 def test_simulators_are_closed_by_with_and_with_a_collector_that_is_dropped():

@@ -22,11 +22,6 @@ CUTS = (1, 9, 30)
 KINDS = (torch_mlp, torch_normal, torch_recurrent, tensordict_actor, tensordict_module, lambda env: ByHand())
 
 
-@pytest.fixture(scope="module")
-def cartpole():
-    return from_gymnax("CartPole-v1", num_envs=3)
-
-
 class ByHand(fc.PolicyBase):
     """A policy that only follows the protocol, with a state of its own kind."""
 

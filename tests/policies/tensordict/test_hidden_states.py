@@ -12,18 +12,12 @@ from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, set_recur
 
 import funcollect as fc
 from funcollect.core import routes
-from funcollect.envs.jax_envs.like_gymnax import from_gymnax
 from funcollect.policies.as_policy import as_policy
 from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.testing import POLICY_CHECKS, check_policy
 from tests.support.cases import mlp
-from tests.support.compare import assert_close, collect, joined, leaves
+from tests.support.compare import assert_close, collect, joined, leaves, rollouts
 from tests.support.running import in_soak, once, scaled
-
-
-@pytest.fixture(scope="module")
-def cartpole():
-    return from_gymnax("CartPole-v1", num_envs=3)
 
 
 class Cell(nn.Module):
@@ -137,11 +131,7 @@ def assert_states(one, two):
 
 
 def run(env, policy, *lengths, **options):
-    state, batches = fc.init(env, policy, seed=1), []
-    for length in lengths:
-        state, batch = fc.rollout(env, policy, state, length, **options)
-        batches.append(batch)
-    return state, joined(batches)
+    return rollouts(env, policy, fc.init(env, policy, seed=1), lengths, **options)
 
 
 @pytest.mark.parametrize("make", [lstm, own, *in_soak([gru])])

@@ -19,16 +19,8 @@ import funcollect as fc
 from tests.support import compare
 from tests.support.cases import HIDDEN, Recurrent, jax_weights, make_env, mlp
 from tests.support.compare import assert_same, joined
+from tests.support.policies import linear
 from tests.support.running import pairwise
-
-
-def linear(bias):
-    """Chooses action 1 where the bias is positive, whatever it sees."""
-    module = nn.Linear(4, 2)
-    with torch.no_grad():
-        module.weight.zero_()
-        module.bias.copy_(torch.tensor([0.0, bias]))
-    return module
 
 
 def make_policy(module):
@@ -134,20 +126,6 @@ def test_buffers_are_part_of_the_params(env):
     module.norm.running_mean.fill_(100.0)
     assert (collect(env, policy)["normed"] < -90).all()
     assert (collect(env, policy, params=dict(module.named_parameters()))["normed"] < -90).all()
-
-
-def test_shared_parameters_stay_shared(env):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one = linear(1.0)
-            self.two = self.one
-
-        def forward(self, x):
-            assert self.one.weight is self.two.weight
-            return self.two(x)
-
-    assert collect(env, make_policy(Tied()))["action"].unique().tolist() == [1]
 
 
 def test_a_shared_submodule_has_all_its_names(env):
