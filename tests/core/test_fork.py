@@ -3,7 +3,6 @@
 import random
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import gymnasium
 import jax
@@ -18,25 +17,7 @@ from tests.support.cases import ENVS, KINDS, POLICIES, make_env, pair
 from tests.support.compare import COPIES, assert_same, fresh, rollouts
 from tests.support.envs.own_envs import HostWalk, SnapshotWalkers, Walkers
 from tests.support.misuse import Rigged
-from tests.support.running import SCALE, in_soak, once, pairwise, scaled
-
-VALUES = ["torch/CartPole-v1", "torch/Pendulum-v1", "gymnax/CartPole-v1"]
-FEW = KINDS if SCALE == 1 else POLICIES  # those left out have no state of another kind
-OLD = [*once(POLICIES, (None, 3), VALUES[:2]), ("jax_recurrent", 3, VALUES[2])]
-OLD += in_soak(row for row in product(POLICIES, (None, 3), VALUES[2:]) if row not in OLD)
-
-
-@pytest.mark.parametrize(("name", "kind", "num_envs", "copied"), pairwise(ENVS, FEW, (None, 3), COPIES))
-def test_a_copy_goes_the_way_of_the_original(name, kind, num_envs, copied):
-    env, policy = pair(name, kind, num_envs)
-    state, _ = rollouts(env, policy, fc.init(env, policy, seed=0), [25, 1, 17])
-    fork = COPIES[copied](env, policy, state)
-    state, first = rollouts(env, policy, state, [9, 31])
-    fork, second = rollouts(env, policy, fork, [40])
-    assert_same(first, second)
-    fork = fc.reset(env, fork)  # independent from here on
-    (_, third), (_, fourth) = (rollouts(env, policy, each, [40]) for each in (state, fork))
-    assert not torch.equal(third["observation"], fourth["observation"])
+from tests.support.running import once, pairwise, scaled
 
 
 def lander():
@@ -55,11 +36,11 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize(("name", "copied", "seed"), once(SOURCES, COPIES, range(scaled(2))))
-def test_copies_of_lanes_of_any_age(name, seed, copied):
+@pytest.mark.parametrize(("name", "copied", "kind", "seed"), once(SOURCES, COPIES, KINDS, range(scaled(2))))
+def test_copies_of_lanes_of_any_age(name, kind, seed, copied):
     """Lanes reset by themselves, by a mask and by a limit; copies of copies; copies of states just begun."""
     env = SOURCES[name]()
-    policy = POLICIES["random" if name == "masked" else "torch_mlp"](env)
+    policy = POLICIES["random" if name == "masked" else kind](env)
     copy_of = partial(COPIES[copied], env, policy)
     state = fc.init(env, policy, seed=seed)
     lanes = state.num_lanes
@@ -94,17 +75,6 @@ def test_a_finished_lane_is_finished_in_the_copy(name, copied):
     twin.state = COPIES[copied](env, collector.policy, collector.state)
     for _ in range(3):
         assert_same(next(collector), next(twin))
-
-
-@pytest.mark.parametrize(("kind", "num_envs", "name"), OLD)
-def test_an_old_state_over_values_gives_the_same_answer_again(name, kind, num_envs):
-    env, policy, old = fresh(*pair(name, kind, num_envs), steps=13)
-    kept = fc.reset(env, old)
-    answers = [rollouts(env, policy, old, lengths)[1] for lengths in ([26], [13, 13], [26])]
-    assert_same(answers[0], answers[1])
-    assert_same(answers[0], answers[2])
-    again = fc.reset(env, old)
-    assert_same(rollouts(env, policy, kept, [26])[1], rollouts(env, policy, again, [26])[1])
 
 
 def values(state):
