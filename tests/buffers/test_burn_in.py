@@ -145,12 +145,3 @@ def whole_episodes(batch):
     for lane in batch:
         for ids in lane["collector", "traj_ids"].unique():
             yield lane[lane["collector", "traj_ids"] == ids]
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"burn_in": 2, "span": 1}, "span is .* with burn_in or bootstrap, expected one of them"),
-    ({"pad_output": True}, "no slice is short: pass strict_length=False"),
-])  # fmt: skip
-def test_bad_input(options, message):
-    with pytest.raises(ValueError, match=message):
-        fc.SliceSampler(slice_len=4, **options)

@@ -184,6 +184,7 @@ BAD_VALUES = {  # by the messages
     "no leaves": lambda: filled(TensorDict({}, [3])),
     "stack single frames, or give them to add": lambda: filled(numbers(1)[0]),
     "the list has no items": lambda: filled([]),
+    "span is .* with burn_in or bootstrap, expected one": lambda: fc.SliceSampler(slice_len=4, burn_in=2, span=1),
     r"span is \(5, 5\)": lambda: fc.SliceSampler(slice_len=5, span=5),
     r"span is \(-1, -1\)": lambda: fc.SliceSampler(slice_len=5, span=-1),
     "are 3 frames long, the longest trajectory held has 2: ask": lambda: sliced(ENDED),

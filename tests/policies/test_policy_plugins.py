@@ -84,18 +84,16 @@ def test_a_name_may_be_given_in_full_and_a_built_in_one_is_never_taken(package):
         fc.make_policy("runners:walker", env())
 
 
-@pytest.mark.parametrize(("name", "given", "options", "error", "says"), [
-    ("walkr", env, {}, ValueError, r"no policy 'walkr', expected one of \['mlp', 'random', 'walker', 'wanting'\]"),
-    ("wanting", env, {}, TypeError, r"options \[\]: missing a required (keyword-only )?argument: 'bias'"),
-    (None, env, {}, TypeError, "name is None, expected a str"),
-    ("walker", lambda: "CartPole-v1", {}, TypeError, "env is str, expected an Env: .*make_env"),
-    ("walker", env, {"bais": 1}, TypeError, r"\(walkers 1.0\).*'bais'.*it takes \['bias', 'seed'\]"),
+@pytest.mark.parametrize(("name", "options", "error", "says"), [
+    ("walkr", {}, ValueError, r"no policy 'walkr', expected one of \['mlp', 'random', 'walker', 'wanting'\]"),
+    ("wanting", {}, TypeError, r"options \[\]: missing a required (keyword-only )?argument: 'bias'"),
+    ("walker", {"bais": 1}, TypeError, r"\(walkers 1.0\).*'bais'.*it takes \['bias', 'seed'\]"),
 ])  # fmt: skip
-def test_wrong_arguments(name, given, options, error, says, package):
+def test_wrong_arguments(name, options, error, says, package):
     package("walkers", GOOD, "walker = walkers:make")
     package("wanting", GOOD.replace("bias=0.0", "bias"), "wanting = wanting:make")
     with pytest.raises(error, match=says):
-        fc.make_policy(name, given(), **options)
+        fc.make_policy(name, env(), **options)
 
 
 A_CLASS = "from funcollect.policies.jax_functions.jax_policy import JaxPolicy\ndef make(env): return JaxPolicy"
