@@ -9,7 +9,7 @@ from gymnasium import spaces
 import funcollect as fc
 from funcollect.core import simulators
 from funcollect.core.simulators import LARGEST_LOG, ActionLog
-from tests.support.compare import assert_same, fresh
+from tests.support.compare import fresh
 
 LIVE = []
 
@@ -82,22 +82,6 @@ def test_there_is_a_way_back_after_an_interrupt():
     del state
     gc.collect()
     assert LIVE[-1].closed == 1
-
-
-def test_an_instance_backs_one_state_and_is_rebuilt_for_others():
-    instance = gymnasium.make("CartPole-v1", max_episode_steps=6)
-    env = fc.make_env(instance)
-    policy = fc.random_policy(env)
-    one, two = fc.init(env, policy, seed=0), fc.init(env, policy, seed=0)
-    instance.unwrapped.state = np.full(4, 0.01)
-    one, first = fc.rollout(env, policy, one, 20)
-    two, second = fc.rollout(env, policy, two, 20)
-    fork = fc.fork(env, two)
-    assert torch.equal(first["observation"][0], second["observation"][0])
-    assert not torch.equal(first["observation"][1], second["observation"][1])
-    assert torch.equal(second["collector", "step"], torch.arange(20) % 6)
-    fc.close(one)
-    assert_same(*(fc.rollout(env, policy, each, 10)[1] for each in (two, fork)))
 
 
 def test_the_action_log_is_bounded_by_its_bytes():
