@@ -64,7 +64,7 @@ add_module_names = False
 # Members of a base class are shown too, but for these.
 _BASES = "object, tuple, Protocol, Generic, ABC, Enum, Iterator, Exception, BaseException"
 # What collectors call of each other, and of their workers.
-_INTERNAL = "continue_run, count_as, frames_of_batch, of_worker, saved_run"
+_INTERNAL = "begin_batch, continue_run, count_as, frames_of_batch, of_worker, saved_run"
 autodoc_default_options = {
     "members": True,
     "member-order": "bysource",

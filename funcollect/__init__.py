@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.buffers import ring as ring
     from funcollect.buffers import samplers as samplers
     from funcollect.buffers import storages as storages
+    from funcollect.buffers.hindsight import hindsight as hindsight
     from funcollect.buffers.keyed_replay import TensorDictPrioritizedReplayBuffer as TensorDictPrioritizedReplayBuffer
     from funcollect.buffers.keyed_replay import TensorDictReplayBuffer as TensorDictReplayBuffer
-    from funcollect.buffers.keyed_replay import hindsight as hindsight
     from funcollect.buffers.mixed import mix as mix
     from funcollect.buffers.reader import ReplayReader as ReplayReader
     from funcollect.buffers.replay import ReplayBuffer as ReplayBuffer

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from funcollect.arguments import check_count, check_flags, check_function, check_kind, check_optional_positive
-from funcollect.buffers import OWNERS, Ints, dumping, part_of, ring, takes_foreign
+from funcollect.buffers import Ints, dumping, ring
 from funcollect.buffers.editing import FramesByIndex, note_written
 from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, from_generator, wanted_size
+from funcollect.buffers.keywords import OWNERS, part_of, takes_foreign
 from funcollect.buffers.reader import ReplayReader, check_readable
 from funcollect.buffers.samplers import PrioritizedSampler, RandomSampler, Sampler, SamplerWithoutReplacement
 from funcollect.buffers.storages import LazyTensorStorage, ListStorage, Storage

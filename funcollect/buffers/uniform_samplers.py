@@ -12,8 +12,9 @@ import torch
 from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_key, check_not_given
-from funcollect.buffers import Arrays, Init, Ints, indices, takes_foreign
+from funcollect.buffers import Arrays, Ints, indices
 from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Slices
+from funcollect.buffers.keywords import Init, takes_foreign
 from funcollect.buffers.trajectory_index import Trajectories
 from funcollect.messages import shown
 from funcollect.trajectories.returns import MultiStep

@@ -127,7 +127,12 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         return self.length * self.state.num_lanes
 
     @override
-    def _gather(self, columns: OwnColumns = NOWHERE) -> TensorDictBase:
+    def _gather(self) -> TensorDictBase:
+        self.begin_batch()
+        return self.rollout()
+
+    def begin_batch(self) -> None:
+        """Call the hook, reset, and take the weights as a new version, as far as the keywords ask for it."""
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
         if self.options.reset_at_each_iter and self._batches:
@@ -135,7 +140,6 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         if self.options.update_at_each_batch and self._batches:
             with self._updating:
                 self.update_policy_weights_(self.params)
-        return self.rollout(columns)
 
     @exclusive
     def rollout(self, columns: OwnColumns = NOWHERE) -> TensorDictBase:

@@ -46,9 +46,10 @@ def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
 
     All randomness follows from `seed`, an int in [0, 2**64). None draws one; ``state.seed`` holds it.
 
-    Raises TypeError if `env` is no environment (see `make_env`) or `policy` no policy (see `torch_policy`,
-    `jax_policy`), ValueError for a seed out of range or a policy that does not suit the environment's spaces, and
-    EnvError if an environment does not reset.
+    Raises:
+        TypeError: if `env` is no environment (see `make_env`) or `policy` no policy (see `torch_policy`, `jax_policy`).
+        ValueError: for a seed out of range, or a policy that does not suit the environment's spaces.
+        EnvError: if an environment does not reset.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
@@ -314,7 +315,8 @@ def apply(
     Calls are not saved: after one, `save` needs ``episodes="restart"``, and you call the function again after `load`.
     `evaluate` runs environments as they were made.
 
-    Returns the next state (`state` is stale), and the results in the order of lanes.
+    Returns:
+        The next state (`state` is stale), and the results in the order of lanes.
 
     Raises:
         TypeError: for an environment without an object for each lane, and for a function, arguments or results that

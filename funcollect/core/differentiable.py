@@ -52,16 +52,21 @@ def differentiable_rollout(
     step (`jax.lax.stop_gradient`) causes a warning.
 
     Arguments, noise, episodes and batch are those of `rollout`, up to rounding. All steps are kept in memory until the
-    gradient has been computed. Each new `length` compiles a program. Raises TypeError unless the environment is written
-    in JAX, and `torch_policy` or `tensordict_policy` made the policy, and LoweringError for a function or a module that
-    cannot be lowered.
+    gradient has been computed. Each new `length` compiles a program.
+
+    Raises:
+        TypeError: unless the environment is written in JAX, and `torch_policy` or `tensordict_policy` made the policy.
+        LoweringError: for a function, and for a module that cannot be lowered.
 
     >>> import gymnasium, jax, torch, funcollect as fc
-    >>> def push(key, place, action, params):
-    ...     return place + action, place + action, -((place + action)[0] ** 2), False, False
-    >>> start, line = lambda key, params: (jax.random.normal(key, (1,)),) * 2, gymnasium.spaces.Box(-9, 9, (1,))
-    >>> env = fc.envs.from_functions(start, push, observation_space=line, action_space=line, num_envs=4)
-    >>> policy = fc.torch_policy(torch.nn.Linear(1, 1))
+    >>> class Push(fc.envs.JaxEnvBase):
+    ...     observation_space = action_space = gymnasium.spaces.Box(-9, 9, (1,))
+    ...     def reset(self, key, params):
+    ...         return (jax.random.normal(key, (1,)),) * 2
+    ...     def step(self, key, place, action, params):
+    ...         place = place + action
+    ...         return fc.envs.Transition(place, place, reward=-(place[0] ** 2), terminated=False, truncated=False)
+    >>> env, policy = Push(num_envs=4), fc.torch_policy(torch.nn.Linear(1, 1))
     >>> state, batch = fc.differentiable_rollout(env, policy, fc.init(env, policy, seed=0), 8)
     >>> (-batch["next", "reward"].sum()).backward()
     >>> policy.module.weight.grad.shape

@@ -66,8 +66,9 @@ def set_env_params(
     The first change compiles the loop, and so does each change after which another leaf has a value for each lane:
     because it was passed by lane or, unless `at_once`, because its value changed.
 
-    Raises TypeError for an environment without parameters or in another framework, and ValueError for a pytree of
-    another structure or leaves of other shapes.
+    Raises:
+        TypeError: for an environment without parameters, or in another framework.
+        ValueError: for a pytree of another structure, or leaves of other shapes.
 
     >>> import jax.numpy as jnp, funcollect as fc
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=2, param_keys=["gravity"])

@@ -87,10 +87,14 @@ def evaluate_actions(
         policy_state: ``state.policy_state`` from before the rollout, if the batch holds no recurrent states. The batch
             must then be the whole rollout in its order; a missing first step cannot be detected.
 
-    Returns by name, each in the shape [...] of the batch: ``action_log_prob``, ``entropy`` in nats, if the head or the
-    distribution defines them, and all other network outputs. ``epsilon`` and ``temperature`` are the batch's. Raises
-    TypeError for a policy that has no head or distribution, or whose function draws random numbers itself or reads the
-    environment's state, and ValueError for a batch that lacks a needed key, or does not fit `policy_state`.
+    Returns:
+        By name, each in the shape [...] of the batch: ``action_log_prob``, ``entropy`` in nats, if the head or the
+        distribution defines them, and all other network outputs. ``epsilon`` and ``temperature`` are the batch's.
+
+    Raises:
+        TypeError: for a policy that has no head or distribution, or whose function draws random numbers itself or
+            reads the environment's state.
+        ValueError: for a batch that lacks a needed key, or does not fit `policy_state`.
 
     >>> import torch, funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)

@@ -39,12 +39,14 @@ _MOST_ROWS = 3  # of an example: a module treats all batch sizes other than 1 al
 def lower_policy(policy: Policy, env: Env) -> LoweredPolicy | GroupPolicy:
     """Return a Torch policy as a JAX policy, its module lowered: for `funcollect.traced`, and for training in JAX.
 
-    Its ``params`` are arrays by dotted name, read from the module at each access; ``load(params)`` writes such arrays
-    into the module. A policy by group or by player stays one, and its Torch policies are lowered. `funcollect.rollout`
-    lowers by itself.
+    A policy by group or by player stays one, and its Torch policies are lowered.
 
-    Raises TypeError for a policy that neither `torch_policy` nor `tensordict_policy` made, and LoweringError for a
-    module that cannot be lowered, with the reason and the place in the module.
+    Its ``params`` are arrays by dotted name, read from the module at each access; ``load(params)`` writes such arrays
+    into the module. `funcollect.rollout` lowers by itself.
+
+    Raises:
+        TypeError: for a policy that neither `torch_policy` nor `tensordict_policy` made.
+        LoweringError: for a module that cannot be lowered, with the reason and the place in the module.
 
     >>> import jax, torch, funcollect as fc
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=4)

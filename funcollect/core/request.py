@@ -16,7 +16,7 @@ from torch import Tensor
 from funcollect import arguments
 from funcollect.arguments import check_kind
 from funcollect.core.state import CollectorState, ReadOnlyDict, check_origin
-from funcollect.envs.base import first_inputs
+from funcollect.envs.base import first_inputs, observer_of
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import kind_of, shown
@@ -307,7 +307,7 @@ def given_starts(env: Any, held: tuple[Any, Any], to: Any, call: Any, differing:
     """
     bare: Any = lambda each: each.current if isinstance(each, JaxEnvState) else each  # noqa: E731
     if not differing(held[0], bare(to)):
-        if (observe := getattr(env, "observation_of", None)) is None:
+        if (observe := observer_of(env)) is None:
             what = f"to is environment states alone, from which {env!r} computes no observation, expected a pair"
             mend = "pass (env_states, observations), or give it a function observation_of(env_state, params)"
             raise TypeError(f"{what}: {mend}")

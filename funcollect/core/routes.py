@@ -247,7 +247,8 @@ def _seeding(env: Env) -> str:
     if kept := statistics_of(env):
         own = "each worker has its own statistics, and new simulators (init, a resumed collector) begin without any"
         return f"{seeding}, but {kept}: {_NOT_BY_CUT}; {own}"
-    return f"{seeding}: {_SEEDING[seeding]}" + f", {_IF_FOLLOWED}" * (env.backend == "host" and seeding != "run")
+    followed = "" if env.backend != "host" or seeding == "run" else f", {_IF_FOLLOWED}"
+    return f"{seeding}: {_SEEDING[seeding]}{followed}"
 
 
 def _reasons(route: Route, steps: str, in_jax: bool) -> Iterator[str]:

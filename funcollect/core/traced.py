@@ -55,13 +55,15 @@ def init(
 ) -> CollectorState:
     """Return the first state of the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`, P by default.
 
-    Call it inside `jit`: outside, a reset runs operation by operation, which for brax takes seconds. All randomness
-    follows from `key`, uint32[2] or a typed key. `first_lane`, an int or an array [], differs between the parts of a
-    run. `params` are not read here. `env_params` are as for `set_env_params`, and may be traced; by default they are
-    the environment's own `params`.
+    Call it inside `jit`: outside, a reset runs operation by operation, which for brax takes seconds.
 
-    Raises TypeError if `env` is no JAX environment, `policy` cannot be traced, or `key` is no key, and EnvError for an
-    environment whose functions disagree with each other or with its spaces.
+    All randomness follows from `key`, uint32[2] or a typed key. `first_lane`, an int or an array [], differs between
+    the parts of a run. `params` are not read here. `env_params` are as for `set_env_params`, and may be traced; by
+    default they are the environment's own `params`.
+
+    Raises:
+        TypeError: if `env` is no JAX environment, `policy` cannot be traced, or `key` is no key.
+        EnvError: for an environment whose functions disagree with each other or with its spaces.
 
     >>> import jax, funcollect as fc
     >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)

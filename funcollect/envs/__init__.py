@@ -1,7 +1,8 @@
 """Environments: adapters for other libraries, and base classes for your own, in Python, Torch or JAX."""
 
 from funcollect.envs.envpool_env import from_envpool
-from funcollect.envs.gymnasium_envs.adapter import from_ale, from_gymnasium
+from funcollect.envs.gymnasium_envs.adapter import from_gymnasium
+from funcollect.envs.gymnasium_envs.ale import from_ale
 from funcollect.envs.host.host_env import HostEnvBase, SimulatorsBase, observation_rows
 from funcollect.envs.jax_envs.instances import from_brax, from_jumanji, from_playground
 from funcollect.envs.jax_envs.jax_env import JaxEnvBase, from_functions

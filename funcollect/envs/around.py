@@ -19,8 +19,8 @@ from gymnasium import spaces
 from torch import Tensor
 
 from funcollect.arguments import check_choice, check_flags, check_keys
-from funcollect.envs.base import AdaptedEnv, box, checked_start, checked_transition
-from funcollect.envs.by_agents import arrays_like
+from funcollect.envs.arrays import arrays_like
+from funcollect.envs.base import AdaptedEnv, box, checked_start, checked_transition, observer_of
 from funcollect.envs.host.host_env import NOT_RECORDED, SimulatedEnv, bad_outcome, batch_decoder
 from funcollect.envs.jax_envs.jax_env import as_delivered
 from funcollect.errors import EnvError
@@ -48,7 +48,7 @@ def around(env: Any, *, clip_actions: bool = False, clip_rewards: bool = False, 
         members = {"opener": partial(_AroundTensors, between)}
     else:
         members = {"reset": between.around_reset(env.reset), "step": between.around_step(env.step)}
-        if (observe := getattr(env, "observation_of", None)) is not None:
+        if (observe := observer_of(env)) is not None:
             members["observation_of"] = lambda env_state, params: between.begun(observe(env_state, params))
         if not isinstance(env, AdaptedEnv):
             members = {name: staticmethod(function) for name, function in members.items()}

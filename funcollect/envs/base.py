@@ -119,6 +119,11 @@ def first_inputs(env: Any, root: dict[Path, Any]) -> dict[Path, Any]:
     return root
 
 
+def observer_of(env: object) -> Callable[[Any, Any], Any] | None:
+    """The function ``observation_of(env_state, params)`` of a JAX or Torch environment; None if it has none."""
+    return getattr(env, "observation_of", None)
+
+
 def checked_start(env: object, answer: Any) -> tuple[Any, Any]:
     """Return what `reset` of a JAX or Torch environment returned; EnvError unless it is a state and an observation."""
     if not isinstance(answer, tuple) or len(answer) != 2:

@@ -11,20 +11,17 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-import optree
-import torch
-from torch import Tensor
 
 from funcollect.arguments import check_kind
 from funcollect.envs import agents
 from funcollect.envs.agents import FLAGS, REWARD, STATE
-from funcollect.envs.base import EnvBase, check_pure_functions, checked_start, fields_of
+from funcollect.envs.arrays import ArrayFunctions, arrays_like
+from funcollect.envs.base import EnvBase, check_pure_functions, checked_start, fields_of, observer_of
 from funcollect.errors import EnvError
-from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import dtypes_and_shapes, form
 from funcollect.protocols import Backend, Transition
-from funcollect.specs import PRESENT, Group, GroupedSpec, Space, torch_dtype
-from funcollect.tree import NAMESPACE, there
+from funcollect.specs import PRESENT, Group, GroupedSpec, Space
+from funcollect.tree import there
 
 ByGroup = Mapping[str, Any]  # by group, [..., n, ...]: in Torch [P, n, ...], in JAX [n, ...]
 _BOOL, _FLOAT = np.dtype(bool), np.dtype(np.float32)
@@ -156,7 +153,7 @@ class PureEnvBase(EnvBase, ABC):
     step: Callable[..., Any]
 
     def __init__(self, num_envs: int | None = None) -> None:
-        name, observe = type(self).__name__, getattr(self, "observation_of", None)
+        name, observe = type(self).__name__, observer_of(self)
         check_pure_functions(f"{name}.", self.reset, self.step, observe)
         if self.groups:
             options: Any = {"backend": self.backend, "observation_of": observe, "state_space": self.state_space}
@@ -196,30 +193,3 @@ def _flags(groups: Mapping[str, Group], xp: ArrayFunctions, value: Any, source: 
             raise EnvError(f"the {what} is {dtypes_and_shapes(flag)}, expected {wanted}")
         flags[name] = _of_agents(xp, flag, group, what)
     return flags
-
-
-class ArrayFunctions(NamedTuple):
-    """Functions of `jax.numpy` or of Torch."""
-
-    module: Any  # `jax.numpy` or `torch`
-    lanes: tuple[int, ...]  # the leading dimensions of all arrays: [P] in Torch, none in JAX
-    zeros: Callable[..., Any]  # of a shape and a NumPy dtype
-    asarray: Callable[[Any], Any]
-    cast: Callable[..., Any]  # of a value and a NumPy dtype
-
-
-def arrays_like(backend: Backend, observation: Any) -> ArrayFunctions:
-    """Array functions in JAX, for one lane, or in Torch, for all lanes on the device of an observation."""
-    if backend == "jax":
-        jnp = import_jax().numpy
-        return ArrayFunctions(jnp, (), jnp.zeros, jnp.asarray, lambda value, dtype: jnp.asarray(value).astype(dtype))
-    like = next(iter(optree.tree_leaves(observation, namespace=NAMESPACE)), None)
-    if not isinstance(like, Tensor):
-        raise EnvError(f"the observation of an environment in Torch holds {form(like)}, expected tensors: return these")
-    return ArrayFunctions(
-        module=torch,
-        lanes=(*like.shape[:1],),
-        zeros=lambda shape, dtype: like.new_zeros(shape, dtype=torch_dtype(dtype)),
-        asarray=lambda value: torch.as_tensor(value, device=like.device),
-        cast=lambda value, dtype: torch.as_tensor(value, dtype=torch_dtype(dtype), device=like.device),
-    )

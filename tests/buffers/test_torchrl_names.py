@@ -8,7 +8,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
 import funcollect as fc
-from funcollect.buffers import FOREIGN
+from funcollect.buffers.keywords import FOREIGN
 from tests.buffers.conftest import filled
 
 KINDS = [fc.LazyTensorStorage, fc.LazyMemmapStorage, fc.ListStorage]

@@ -25,7 +25,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_kind, check_positive, checked_device
-from funcollect.buffers import Bools, Ints, takes_foreign
+from funcollect.buffers import Bools, Ints
+from funcollect.buffers.keywords import takes_foreign
 from funcollect.buffers.storages.packed_rows import RowLayout, ViewedRows, form_of, gather, lead_of, leaves_of
 from funcollect.buffers.storages.shared_leaves import PLANES, RowsInFile, SharedLeaves, dump_rows, load_rows, room_for
 from funcollect.buffers.storages.storage import Dumped, Incoming, Storage, check_size

@@ -20,7 +20,8 @@ from torch.utils.data import default_collate
 from typing_extensions import override
 
 from funcollect.arguments import check_positive
-from funcollect.buffers import Bools, Ints, takes_foreign
+from funcollect.buffers import Bools, Ints
+from funcollect.buffers.keywords import takes_foreign
 from funcollect.messages import clipped, shown
 from funcollect.tree import Path as KeyPath
 from funcollect.tree import flatten, to_tensordict

@@ -214,7 +214,8 @@ class Worker(Served):
         return batch, (tuple(progress), *others, idle, detach(batch))
 
     def _rollout(self, columns: OwnColumns) -> TensorDictBase:
-        return self._runner.show(self._runner._gather(columns))
+        self._runner.begin_batch()
+        return self._runner.show(self._runner.rollout(columns))
 
     def _report_start(self) -> tuple[Progress, int, int, int]:
         """The first four fields of the `RolloutReport` on the last rollout."""

@@ -92,7 +92,8 @@ def fork(env: DeviceEnv, state: CollectorState) -> CollectorState:
 def check_uncut(env: DeviceEnv, limit: int | None) -> None:
     """Raise ValueError for a limit on trajectories if the simulators cannot reset single lanes."""
     if limit is not None and limit > 0 and not env.resets_lanes:
-        raise ValueError(f"max_frames_per_traj is {limit}, but {env} resets its lanes itself: set a limit there")
+        what = f"max_frames_per_traj is {limit}, but {env} resets its lanes itself"
+        raise ValueError(f"{what}: set a limit in the simulators")
 
 
 def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:

@@ -377,7 +377,8 @@ def _on_accelerator(env: Env, policy: Policy) -> bool:
     """Whether calls of the environment or of the policy may return before their work is done."""
     if not torch.cuda.is_available():
         return False
-    devices = [policy.run_device if isinstance(policy, TorchBacked) else None, getattr(env, "device", None)]
-    if any(str(device).startswith("cuda") for device in devices):
+    policy_device = policy.run_device if isinstance(policy, TorchBacked) else None
+    devices = [env.device] if env.backend in ("torch", "device") else []
+    if any(str(device).startswith("cuda") for device in (policy_device, *devices)):
         return True
     return "jax" in (env.backend, policy.backend) and import_jax().default_backend() == "gpu"

@@ -36,8 +36,9 @@ def init(env: HostEnv, policy: Policy, key: Key, first_lane: int, total_lanes: i
     simulation = Simulation(env, key, lane)
     try:
         if env.forking == "snapshot" and not isinstance(simulation.simulators, SnapshotSimulators):
-            what = f"{type(simulation.simulators).__name__} lacks snapshot() or restore(), expected both, as {env} has"
-            raise TypeError(f"{what} forking='snapshot': write both (funcollect.envs.SnapshotSimulators), or change it")
+            what = f"{type(simulation.simulators).__name__} lacks snapshot() or restore(), expected both"
+            mend = "write both (see funcollect.envs.SnapshotSimulators), or change forking"
+            raise TypeError(f"{what}, since {env} has forking='snapshot': {mend}")
         simulation.restart(range(len(lane)))
         observation, env_state = simulation.observation(), simulation.release()
         return first_state(env, policy, key, lane, total_lanes, env_state=env_state, observation=observation)

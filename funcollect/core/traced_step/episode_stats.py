@@ -70,8 +70,9 @@ def episode_stats(batch: Batch, previous: TracedEpisodeStats | None = None) -> T
     They are arrays ``[T, P]``, with `ended` True in the last frame of each episode. Results do not depend on how a run
     is cut into batches. Episodes with missing frames are omitted, and so are frames that repeat a finished lane.
 
-    Raises TypeError if `batch` is no result of `rollout`, or `previous` not that of this function for the batch before,
-    and ValueError if the batch lacks keys or the time dimension, or has other lanes than the batch before.
+    Raises:
+        TypeError: if `batch` is no result of `rollout`, or `previous` not that of this function for the batch before.
+        ValueError: if the batch lacks keys or the time dimension, or has other lanes than the batch before.
 
     >>> import jax, funcollect as fc
     >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
