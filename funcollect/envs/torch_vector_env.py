@@ -68,7 +68,8 @@ def from_torch_vector_env(
     Raises TypeError or ValueError for an environment without these members, or that resets its lanes in another way.
 
     >>> import torch, funcollect as fc
-    >>>     >>> class Walks:
+    >>> from gymnasium import spaces
+    >>> class Walks:
     ...     num_envs, device = 3, torch.device("cpu")
     ...     single_observation_space, single_action_space = spaces.Box(-9, 9, (1,)), spaces.Discrete(2)
     ...     def reset(self, seed=None):
