@@ -120,7 +120,7 @@ class FramesByIndex:
             rows = np.arange(len(slots)) if held is None else held.nonzero()[0]
             rows = rows[::-1][np.unique(slots[rows[::-1]], return_index=True)[1]]  # the last of each slot
             self.storage.amend(slots[rows], {path: leaf[torch.from_numpy(rows)] for path, leaf in leaves.items()})
-            self.storage.edits += 1
+            self.storage.edits += len(rows)
         return 0 if held is None else int(np.count_nonzero(~held & (slots != -1)))
 
     def check_index(self, slots: Any, written: Any) -> None:

@@ -71,7 +71,7 @@ def test_values_go_to_all_buffers_or_to_none():
     buffers = [filled(numbers(9).set("h", torch.zeros(9)), 9, prioritized(9)), filled(numbers(9), 9, prioritized(9))]
     mixed = fc.mix(*buffers, batch_size=4)
     index = mixed.sample(return_info=True)[1]["index"]
-    before = [buffer[:].clone() for buffer in buffers]
+    before, edits = [buffer[:].clone() for buffer in buffers], [buffer.storage.edits for buffer in buffers]
     bad = torch.tensor([1.0, 1.0, -1.0, 1.0])
     for call, words in (
         (lambda: mixed.update(index, {"h": torch.ones(4)}), "values has h, which frames lack"),
@@ -86,6 +86,7 @@ def test_values_go_to_all_buffers_or_to_none():
             call()
     assert all((buffer[:] == frames).all() for buffer, frames in zip(buffers, before, strict=True))
     assert all({*weights(buffer)} == {1.0} for buffer in buffers)
+    assert [buffer.storage.edits for buffer in buffers] == edits  # samples made ahead, and dumps, stay good
     mixed.update(index[:2], {"h": torch.ones(2)})  # of the first buffer alone
     assert buffers[0][:]["h"].sum() in (1, 2)
 

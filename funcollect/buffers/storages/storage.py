@@ -73,7 +73,7 @@ class Storage(Protocol):
     frame_stack: int | None = None  # frames per stack, if each frame is stored once
     scratch_dir: Path | None = None  # of the file that other processes may read
     end: int = 0  # the number of the frame after the newest
-    edits: int = 0  # how often frames were overwritten by `put`
+    edits: int = 0  # grows whenever stored frames are overwritten
     linked: bool = False  # whether an index of trajectories depends on the frames
     lock: AbstractContextManager[Any] = nullcontext()  # the buffer's
 
