@@ -49,8 +49,8 @@ class PrioritizedSampler(RandomSampler):
         eps: a small number added to every priority. With ``eps=0``, frames of priority 0 are never drawn.
         max_priority_within_buffer: a new frame gets the highest priority of the frames in the buffer, and 1 if there is
             none. This takes time in proportion to the capacity at each extend.
-        reduction: how a `TensorDictReplayBuffer` makes one priority of several numbers per frame.
-        n_steps, gamma, traj_key, end_key: with the first two, frames have the n-step returns of `MultiStepSampler`.
+        reduction: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``, which makes one priority of several per frame.
+        n_steps, gamma, traj_key, end_key: n-step returns, as in `MultiStepSampler`; keys, as in `ring.Trajectories`.
 
     >>> import funcollect as fc, torch
     >>> sampler = PrioritizedSampler(max_capacity=10, alpha=0.6, beta=0.4, eps=0)

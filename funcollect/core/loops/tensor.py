@@ -49,8 +49,9 @@ def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: 
     for leaf in optree.tree_leaves(env_state, namespace=NAMESPACE):
         if not isinstance(leaf, Tensor) or leaf.shape[:1] != lane.shape:
             got = tuple(leaf.shape) if isinstance(leaf, Tensor) else shown(leaf)
-            what = f"the env_state that reset of {env} returned holds {got}, expected tensors [{len(lane)}, ...] in"
-            raise EnvError(f"{what} nodes of optree: keep constants in params, register classes in {NAMESPACE!r}")
+            wanted = f"tensors [{len(lane)}, ...] in nodes that optree knows"
+            mend = f"keep constants in params, register classes with optree in {NAMESPACE!r}"
+            raise EnvError(f"the env_state that reset of {env} returned holds {got}, expected {wanted}: {mend}")
     return first_state(env, policy, key, lane, total_lanes, env_state=env_state, observation=observation)
 
 
