@@ -12,6 +12,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +79,13 @@ class NetHack(gymnasium.Wrapper[Any, Any, Any, Any]):
         if seed is not None:
             self.env.unwrapped.seed(seed, seed, False)  # type: ignore[attr-defined]
         return self.env.reset(seed=seed, options=options)
+
+
+def mjlab_cartpole() -> Any:
+    """Return mjlab's cart and pole in two lanes, simulated by MuJoCo Warp on the CPU."""
+    config = import_module("mjlab.tasks.cartpole.cartpole_env_cfg").cartpole_balance_env_cfg()
+    config.scene.num_envs, config.auto_reset = 2, False
+    return import_module("mjlab.envs").ManagerBasedRlEnv(config, "cpu")
 
 
 def _vector(mode: str) -> str:
@@ -153,9 +161,11 @@ ROWS = (
         'fc.make_env("envpool/CoinrunEasy-v0", num_envs=2)',
         why_not="EnvPool's games need the system's Qt 5",
     ),
-    Row("ManiSkill", "fc.envs.from_torch_vector_env(lambda: ManiSkillVectorEnv(…))", why_not=_GPU),
+    Row(
+        "ManiSkill", "fc.envs.from_torch_vector_env(lambda: ManiSkillVectorEnv(…))", why_not="needs a device for Vulkan"
+    ),
     Row("Isaac Lab", "fc.envs.from_torch_vector_env(lambda: gymnasium.make(…))", why_not=_GPU),
-    Row("mjlab", "fc.envs.from_torch_vector_env(lambda: ManagerBasedRlEnv(…))", why_not=_GPU),
+    Row("mjlab", "fc.envs.from_torch_vector_env(mjlab_cartpole)", "mjlab"),
 )
 _HOW = {
     "Lanes": "lane by lane",
@@ -179,6 +189,7 @@ def installed(row: Row) -> bool:
 def environment(line: str) -> Any:
     """What a line makes."""
     scope: dict[str, Any] = {"fc": fc, "gymnasium": gymnasium, "Crafter": Crafter, "NetHack": NetHack}
+    scope["mjlab_cartpole"] = mjlab_cartpole
     for name, statement in IMPORTS.items():
         if name in line:
             exec(statement, scope)
@@ -200,7 +211,7 @@ def facts(row: Row) -> dict[str, str]:
         mode = autoreset_mode(simulators._env) if hasattr(simulators, "_env") else None
         found["resets"] = _HOW[type(simulators).__name__] + (f" (`{mode}`)" if mode else "")
     else:
-        found["resets"] = "by a mask" if env.backend == "torch" else "in the compiled loop"
+        found["resets"] = {"torch": "by a mask", "device": "lanes by index"}.get(env.backend, "in the compiled loop")
     found["seeds"] = getattr(env, "seeding", "episode") if repeats else "not by `reset(seed=…)`"
     with tempfile.TemporaryDirectory() as folder:
         found["fork"] = _tried(lambda: fc.close(fc.fork(env, state)), getattr(env, "forking", "value"))

@@ -56,7 +56,8 @@ def from_torch_vector_env(
         device: where the tensors are; by default the environment's own attribute `device`.
         autoreset_mode: how the simulators begin an episode after an end, if they do not say so. ``"SAME_STEP"``, the
             default: in the step of the end, whose infos hold the last observations [P, ...] as ``"final_obs"`` or
-            ``"final_observation"``; rows of lanes that ended are read, and nothing waits for the device.
+            ``"final_observation"``; rows of lanes that ended are read, and nothing waits for the device. mjlab's
+            ``"terminal"``, of these lanes alone, is read as well.
             ``"DISABLED"``: the library does, by a partial reset. ``"NEXT_STEP"``: in the next step, but before that the
             library does it by a partial reset, without which this mode is refused.
         partial_reset: how some lanes are reset, for these modes, limits and masks. ``"env_ids"``, the default if
@@ -281,11 +282,20 @@ class VectorSimulators:
     def _final(self, done: Tensor, info: Mapping[str, Any]) -> dict[Path, Tensor] | None:
         """The last observations [P, ...] in the infos, valid in the lanes `done`; None if there are none."""
         if (key := next((key for key in FINAL if key in info), None)) is None:
+            if isinstance(ended := info.get("terminal"), Mapping) and "env_ids" in ended:
+                return self._final_of_mjlab(done, ended)
             self.lacking = self.lacking | done.any()
             return None
         if isinstance(reported := info.get(f"_{key}"), Tensor):  # Gymnasium's mask of lanes
             self.lacking = self.lacking | (done & ~reported).any()
         return self._observed("final observation", info[key])
+
+    def _final_of_mjlab(self, done: Tensor, ended: Mapping[str, Any]) -> dict[Path, Tensor]:
+        """What `_final` returns, from the rows of lanes that ended alone."""
+        lanes = ended["env_ids"]
+        self.lacking = self.lacking | (done & ~torch.zeros_like(done).index_fill(0, lanes, True)).any()
+        rows = self._observed("final observation", ended["observations"], len(lanes))
+        return {path: self._latest[path].index_copy(0, lanes, row) for path, row in rows.items()}
 
     def _parts(self, call: str, answer: Any, names: str) -> Any:
         """Check that a call returned a tuple of as many values as there are `names`, and return it; else EnvError."""
@@ -293,12 +303,13 @@ class VectorSimulators:
             raise EnvError(f"{call} of {self._env} returned {shown(answer)}, expected ({names}): return these")
         return answer
 
-    def _observed(self, name: str, observation: Any) -> dict[Path, Tensor]:
-        """The checked leaves of an observation; floating ones are cast to float32."""
+    def _observed(self, name: str, observation: Any, lanes: int | None = None) -> dict[Path, Tensor]:
+        """The checked leaves of an observation, of all lanes or of that many; floating ones are cast to float32."""
+        count = self._lanes if lanes is None else lanes
         leaves = {}
         for leaf, value in leaves_of(self._env, observation, f"the {name} of {self._env}"):
             tensor = value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
-            self._check(f"{name} {leaf.name!r}", tensor, (self._lanes, *leaf.shape), torch_dtype(leaf.dtype))
+            self._check(f"{name} {leaf.name!r}", tensor, (count, *leaf.shape), torch_dtype(leaf.dtype))
             leaves[leaf.path] = tensor
         return leaves
 
@@ -340,8 +351,9 @@ class VectorSimulators:
             raise EnvError(
                 f"{self._env} resets its lanes and does not report the last observations of their episodes, expected "
                 f"them in the infos as {FINAL[0]!r}, since the value of a truncated state depends on them: let it add "
-                "them (Isaac Lab: compute_final_obs=True in its configuration), or reset nothing (mjlab and ManiSkill: "
-                "auto_reset=False, others: autoreset_mode='DISABLED', if it takes a partial reset)"
+                "them (in its configuration, Isaac Lab: compute_final_obs=True, mjlab, in versions that have it: "
+                "capture_terminal_observations=True), or reset nothing (mjlab and ManiSkill: auto_reset=False, others: "
+                "autoreset_mode='DISABLED', if it takes a partial reset)"
             )
         if bool(self.untimely):
             what = f"{self._env} begins other episodes in the step of an end, as its infos show"

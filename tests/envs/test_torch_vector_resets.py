@@ -39,8 +39,9 @@ class Mjlab:
     single_observation_space = MjlabSpace(spaces={"actor": mjlab_box(2), "critic": critic})
     single_action_space = mjlab_box(1, low=-1.0, high=(1.0,))
 
-    def __init__(self, auto_reset=False, device=None):
+    def __init__(self, auto_reset=False, capture=False, device=None):
         self.walks, self.num_envs, self.cfg = Noisy(device), P, SimpleNamespace(auto_reset=auto_reset)
+        self.capture = capture  # as `capture_terminal_observations` in the configuration
         self.device, self.obs_buf = str(self.walks.device), torch.zeros(P, 2, device=device)
         self.pending, self.terminated, self.truncated = torch.zeros(3, P, dtype=torch.bool, device=device)
 
@@ -64,11 +65,15 @@ class Mjlab:
         if self.pending.any():
             raise RuntimeError("reset them first")
         reward, self.terminated[:], self.truncated[:] = self.walks.move(action[:, 0])
-        if self.cfg.auto_reset:
-            self.walks.start(self.terminated | self.truncated)
-        else:
-            self.pending |= self.terminated | self.truncated
-        return self.observe(), reward, self.terminated, self.truncated, {"log": {}}
+        over, infos = self.terminated | self.truncated, {"log": {}}
+        if not self.cfg.auto_reset:
+            self.pending |= over
+        elif over.any():
+            if self.capture:
+                seen = {"actor": self.walks.look()[over], "critic": {"age": self.walks.age[over, None].float()}}
+                infos["terminal"] = {"env_ids": over.nonzero()[:, 0], "observations": seen}
+            self.walks.start(over)
+        return self.observe(), reward, self.terminated, self.truncated, infos
 
 
 class ManiSkill:
@@ -147,6 +152,7 @@ KINDS = {
     "Isaac Lab": (isaac_lab, {}, by_ids),
     "Isaac Lab, same step": (partial(isaac_lab, "SAME_STEP"), {}, by_ids),
     "mjlab": (Mjlab, {}, by_ids),
+    "mjlab that resets itself": (partial(Mjlab, True, True), {}, by_ids),
     "ManiSkill": (ManiSkill, {}, by_index),
     "ManiSkill without resets": (partial(ManiSkill, False), SUCCESS, by_index),
     "next step": (Masked, {"partial_reset": "reset_mask"}, by_mask),
@@ -176,6 +182,8 @@ def by_hand(env, reset, seed, actions, limit):
         answer, reward, terminated, truncated, infos = env.step(action)
         after, ends = flat(answer), terminated | truncated
         final = infos.get("final_obs", infos.get("final_observation")) if ends.any() else None
+        if "terminal" in infos:
+            final = after.index_copy(0, infos["terminal"]["env_ids"], infos["terminal"]["observations"]["actor"])
         last = after if final is None else torch.where(ends[:, None], flat(final), after)
         row = [seen, last, reward.clone(), terminated.clone(), truncated.clone()]
         if final is None and ends.any():
