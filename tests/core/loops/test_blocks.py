@@ -110,7 +110,7 @@ def test_neither_a_suite_nor_a_policy_waits_for_the_host(name, make, made_each_s
         found = waits(text)
         assert found.pop("while") <= unroll * own.get("while", 0) + 1
         assert all(count <= unroll * own.get(wait, 0) for wait, count in found.items())
-        assert len(re.findall(rf"cond {{\s*%\S+ = stablehlo.constant dense<{K // unroll}> : tensor<i32>", text)) == 1
+        assert re.search(rf"cond {{\s*%\S+ = stablehlo.constant dense<{K // unroll}> : tensor<i32>", text)
         assert len(re.findall(r"tf\.aliasing_output", text)) == donated
     assert loop.has_spares is not made_each_step
 
