@@ -62,7 +62,7 @@ class CollectorBase(RunOptions, InUse, ABC):
     _updating: Any = field(init=False, default_factory=threading.RLock)  # held while weights that are read are replaced
     _moments: RunningStatistics | None = field(init=False, default=None)  # of batches not in the statistics yet
     _pending: dict[int, PendingTrajectories] = field(init=False, default_factory=dict)  # by first lane, or 0
-    _unwritten: list[TensorDictBase] = field(init=False, default_factory=list)  # that `replay_buffer` lacks
+    _unwritten: list[TensorDictBase] = field(init=False, default_factory=list)  # that the buffer lacks
 
     _batches, _seconds = 0, 0.0  # batches delivered, and the time spent on them
     _lends = False  # whether the memory of a batch is reused once no view of it is alive
@@ -173,7 +173,7 @@ class CollectorBase(RunOptions, InUse, ABC):
             self._filler.stop()
         self._close()
         if (filler := self._other_filler) is not None:
-            filler.thread.join()
+            filler.join()
 
     @abstractmethod
     def _close(self) -> None:
@@ -192,7 +192,7 @@ class CollectorBase(RunOptions, InUse, ABC):
         file = checked_path(path, episodes)
         self._check_open()
         if self._unwritten:
-            raise ReplayError(f"{len(self._unwritten)} batches are not in replay_buffer yet: call next() before saving")
+            raise ReplayError(f"{len(self._unwritten)} batches are not in the buffer yet: call next() before saving")
         run = {"class": type(self).__name__, "keywords": self._plain_keywords(), "run": self.saved_run(episodes)}
         pending = {source: trajectories.plain for source, trajectories in self._pending.items()}
         write_data(file, _KIND, {**run, **self._policy_settings(), "moments": self._moments, "pending": pending})
@@ -304,6 +304,8 @@ class CollectorBase(RunOptions, InUse, ABC):
                 self._add_to_statistics(self._moments)
             if self.replay_buffer is not None:
                 return self._fill_buffer()
+            if self._unwritten:  # the buffer of `start` has refused it
+                return self._unwritten.pop()
             count = self.trajs_per_batch
             return self._delivered(self._next_frames() if count is None else self._next_trajectories(count))
         except _RunEndedError:
@@ -372,13 +374,6 @@ class CollectorBase(RunOptions, InUse, ABC):
         if is_compact(batch) and (flat or not self._fills_ours):
             batch = next_observations(batch)
         self.replay_buffer.extend(batch.reshape(-1) if flat else batch)
-
-    def _check_statistics(self) -> None:
-        if self.update_statistics and not isinstance(self.policy, Normalized):
-            what = f"update_statistics is True, but the policy is {type(self.policy).__name__}, which has no statistics"
-            mend = "pass the result of funcollect.normalized(policy, stats) as policy, without lower_policy or"
-            mend += " policy_factory; for members of a population, call funcollect.running_statistics.update"
-            raise TypeError(f"{what} to update: {mend}")
 
     def _add_to_statistics(self, moments: RunningStatistics) -> None:
         policy, self._moments = self.policy, None

@@ -45,7 +45,7 @@ def check_extends(name: str, buffer: Any) -> None:
 class _Filler:
     """A thread that gives every batch to `extend`. Between two batches it does not keep the collector alive."""
 
-    def __init__(self, collector: Iterator[Any], extend: Callable[[Any], object] | None) -> None:
+    def __init__(self, collector: InUse, extend: Callable[[Any], object] | None) -> None:
         self._collector, self._extend = weakref.ref(collector), extend  # None if the collector itself extends a buffer
         self.going, self.one_batch = threading.Event(), threading.Lock()  # the thread holds it for one batch
         self.going.set()
@@ -53,6 +53,7 @@ class _Filler:
         self.paused_in: threading.Thread | None = None
         self.error: BaseException | None = None  # the one that ended the thread, until it is raised
         self.failure: BaseException | None = None  # the same, for good
+        self._ended = threading.Event()
         self.thread = threading.Thread(target=self._run, name="funcollect filler", daemon=True)
 
     def _run(self) -> None:
@@ -66,6 +67,17 @@ class _Filler:
                 warnings.warn(f"{what}; the next call of the collector raises this", RuntimeWarning, stacklevel=2)
         finally:
             self.going.clear()
+            self._ended.set()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread is at work or paused."""
+        return not self._ended.is_set()
+
+    def join(self) -> None:
+        """Wait for the end. Before Python 3.13, a thread whose `join` was interrupted counts as ended."""
+        self._ended.wait()
+        self.thread.join()
 
     def _fill(self) -> bool:
         """Add a batch, unless paused meanwhile; return False if the thread has to end."""
@@ -77,9 +89,12 @@ class _Filler:
                     batch = next(collector)
                 except StopIteration:
                     return False
+                unwritten = collector._unwritten
                 del collector
                 if self._extend is not None:
+                    unwritten.append(batch)  # if `extend` raises, the next call of the collector returns it
                     self._extend(batch)
+                    unwritten.clear()
         return True
 
     def stop(self) -> None:
@@ -100,6 +115,7 @@ class InUse(Iterator[TensorDictBase]):
     _filler: _Filler | None = None
     if TYPE_CHECKING:
         replay_buffer: Any
+        _unwritten: list[TensorDictBase]
 
     def _check_open(self) -> None:
         """Raise the exception that ended the thread, if there is one, or ClosedError."""
@@ -112,7 +128,7 @@ class InUse(Iterator[TensorDictBase]):
         self._check_open()
         if self._filler is None or (filler := self._other_filler) is None:
             return
-        if filler.thread.is_alive() and filler.going.is_set():
+        if filler.alive and filler.going.is_set():
             raise RuntimeError("the collector fills a buffer: call pause() before")
 
     def _refuse(self) -> NoReturn:
@@ -138,7 +154,7 @@ class InUse(Iterator[TensorDictBase]):
         100
         """
         self._check_open()
-        if self._filler is not None and self._filler.thread.is_alive():
+        if self._filler is not None and self._filler.alive:
             raise RuntimeError("the collector fills a buffer already: shut it down before another start")
         if (buffer is None) == (self.replay_buffer is None):
             got = "no buffer" if buffer is None else "a buffer, and the collector a replay_buffer"
@@ -178,9 +194,9 @@ class InUse(Iterator[TensorDictBase]):
         RuntimeError in the thread that has called `pause`.
         """
         filler = self._filling()
-        if filler.paused_in is threading.current_thread() and filler.thread.is_alive():
+        if filler.paused_in is threading.current_thread() and filler.alive:
             raise RuntimeError("the thread that fills the buffer is paused and would not end: call resume() before")
-        filler.thread.join()
+        filler.join()
         self._check_filler()
         if filler.failure is not None:
             raise filler.failure

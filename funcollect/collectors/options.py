@@ -20,6 +20,7 @@ from funcollect.core.request import NO_VALUES, Request, Value, check_ends, check
 from funcollect.envs.registry import make_env
 from funcollect.interop.jax_setup import default_device_type
 from funcollect.policies.as_policy import as_policy
+from funcollect.policies.normalized import Normalized
 from funcollect.protocols import Env, Policy
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.split import split_trajectories
@@ -41,6 +42,15 @@ def check_hook(name: str, hook: Any) -> None:
     """Raise TypeError unless a hook is None, or a function of as many arguments as `HOOKS` has."""
     if hook is not None:
         check_function(name, hook, ("a function without arguments", "a function of a batch")[HOOKS[name]], HOOKS[name])
+
+
+def check_statistics(update_statistics: bool, policy: Any) -> None:
+    """Raise TypeError if the statistics of a policy are to be updated that has none."""
+    if update_statistics and not isinstance(policy, Normalized):
+        what = f"update_statistics is True, but the policy is {type(policy).__name__}, which has no statistics"
+        mend = "pass the result of funcollect.normalized(policy, stats) as policy, without lower_policy or"
+        mend += " policy_factory; for members of a population, call funcollect.running_statistics.update"
+        raise TypeError(f"{what} to update: {mend}")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,14 @@ from typing_extensions import override
 from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.in_use import exclusive
 from funcollect.collectors.keywords import collector
-from funcollect.collectors.options import Options, RunnerOptions, RunnerSpec, SourceOptions, options_of
+from funcollect.collectors.options import (
+    Options,
+    RunnerOptions,
+    RunnerSpec,
+    SourceOptions,
+    check_statistics,
+    options_of,
+)
 from funcollect.core import api
 from funcollect.core.env_params import set_env_params
 from funcollect.core.loops.device import check_uncut
@@ -84,7 +91,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         source = RunnerSpec(**{each.name: getattr(self, each.name) for each in fields(RunnerSpec)})
         self._build(source, options_of(self))
         try:
-            self._check_statistics()
+            check_statistics(self.update_statistics, self.policy)
             if self.warning:
                 warnings.warn(self.warning, stacklevel=4)
         except BaseException:
@@ -309,7 +316,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
     @override
     def _close(self) -> None:
         if (filler := self._other_filler) is not None:
-            filler.thread.join()  # its rollout runs in the environments
+            filler.join()  # its rollout runs in the environments
         api.close(self.state)
 
     def __repr__(self) -> str:

@@ -243,7 +243,7 @@ def test_what_an_exception_keeps_from_the_buffer_is_written_by_the_next_call(tra
     with pytest.raises(KeyboardInterrupt):
         for _ in collector:
             pass
-    with pytest.raises(fc.ReplayError, match="batches are not in replay_buffer yet"):
+    with pytest.raises(fc.ReplayError, match="batches are not in the buffer yet"):
         collector.save("never written")
     while True:
         try:
@@ -257,6 +257,51 @@ def test_what_an_exception_keeps_from_the_buffer_is_written_by_the_next_call(tra
     assert len(torch.stack([frames["collector", "traj_ids"], frames["collector", "step"]]).unique(dim=1).T) == len(
         frames
     )
+
+
+@pytest.mark.parametrize("again", ["start", "iterate"])
+def test_what_the_buffer_of_a_thread_refuses_comes_first_afterwards(again):
+    written, failures = [], iter([False, True])
+
+    class Full:
+        def extend(self, batch):
+            if next(failures, False):
+                raise OSError("full")
+            written.append(batch)
+
+    collector = fc.Collector(ENV, **FRAMES, total_frames=200)
+    collector.start(Full())
+    with pytest.warns(RuntimeWarning, match="no longer filled"), pytest.raises(OSError, match="full"):
+        collector.join()
+    assert collector.frames == 80
+    if again == "start":
+        collector.start(Full())
+        collector.join()
+    else:
+        written += collector
+    frames = torch.cat(written)["collector"]
+    assert len(torch.stack([frames["traj_ids"], frames["step"]]).unique(dim=1).T) == len(frames) == 200
+
+
+def test_ctrl_c_while_one_waits_for_the_thread_does_not_end_the_next_wait():
+    gate = threading.Event()
+
+    class Slow(list):
+        def extend(self, batch):
+            if len(self) == 1:
+                threading.Timer(0.05, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+                gate.wait(60)
+            self.append(batch)
+
+    with fc.Collector(ENV, **FRAMES, total_frames=200) as collector:
+        collector.start(buffer := Slow())
+        with pytest.raises(KeyboardInterrupt):
+            collector.join()
+        with pytest.raises(RuntimeError, match="fills a buffer already"):
+            collector.start([])
+        gate.set()
+        collector.join()
+        assert len(buffer) == 5
 
 
 def test_ctrl_c_while_a_buffer_stores_writes_no_batch_twice(monkeypatch):

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -39,12 +40,17 @@ _FIVE_VALUES = f"expected the five values (observation, reward, terminated, trun
 class Made:
     """A factory that returns an existing environment first."""
 
-    env: Any
+    env: Any  # None in a copy
     build: Callable[[], Any]  # makes a new one
 
     def __call__(self) -> Any:
-        """That environment, or a new one if it backs a state already."""
-        return self.build() if id(self.env) in TAKEN else self.env
+        """That environment, or a new one if there is none or it backs a state already."""
+        return self.build() if self.env is None or id(self.env) in TAKEN else self.env
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy only `build`, for another process; but an instance that the user has made is copied while it is new."""
+        given = isinstance(self.build, partial) and self.build.func is rebuild
+        return Made, (self.env if given and id(self.env) not in TAKEN else None, self.build)
 
 
 def rebuild(env: Any, mode: str | None = None) -> Any:

@@ -1,7 +1,9 @@
-"""What lanes return and get: in memory that all may write, as texts, in parts, within infos, or left out."""
+"""What lanes return and get: in memory that all may write, as texts, in parts, within infos, left out, as copies."""
 
 import functools
+import threading
 
+import cloudpickle
 import gymnasium
 import numpy as np
 import pytest
@@ -294,3 +296,41 @@ def test_a_dict_among_infos_is_named_with_its_keys(lanes, key):
     env, policy, state = fresh(LANES[lanes](Missions, text=20, info_keys=[key]))
     with pytest.raises(EnvError, match=says):
         fc.rollout(env, policy, state, 2)
+
+
+class Worn(gymnasium.Env):
+    """Observes how many steps it has made since it was built, and whether it was closed; a lock cannot be pickled."""
+
+    observation_space, action_space = spaces.Box(-np.inf, np.inf, (2,)), spaces.Discrete(2)
+    steps = closed = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.lock, self.time = threading.Lock(), 0
+        return np.array([self.steps, self.closed], np.float32), {}
+
+    def step(self, action):
+        self.steps, self.time = self.steps + 1, self.time + 1
+        return np.array([self.steps, self.closed], np.float32), 1.0, False, self.time == 4, {}
+
+    def close(self):
+        self.closed = 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: fc.make_env(Worn),
+        lambda: fc.make_env(lambda: Worn(), num_envs=2),
+        lambda: fc.make_env([Worn, Worn]),
+        lambda: fc.envs.from_gymnasium(Worn, num_envs=2),
+        lambda: fc.make_env(lambda: SyncVectorEnv([Worn] * 2, autoreset_mode=AutoresetMode.DISABLED)),
+    ],
+)
+def test_a_copy_of_an_environment_that_ran_has_simulators_of_its_own(make):
+    env = make()
+    policy = fc.random_policy(env)
+    fc.close(fc.rollout(env, policy, fc.init(env, policy, seed=0), 9)[0])
+    copy = cloudpickle.loads(cloudpickle.dumps(env))
+    batch = fc.rollout(copy, policy, fc.init(copy, policy, seed=0), 2)[1]
+    assert batch["observation"].reshape(-1, 2, 2)[:, 0].eq(0).all()
