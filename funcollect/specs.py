@@ -235,7 +235,8 @@ class Group:
     names: tuple[str, ...]  # of the agents, in the order of their rows
     observation_space: Space  # of one agent
     action_space: Space  # of one agent
-    comes_and_goes: bool = False  # whether a batch has a ``mask`` [*B, T, n] bool of the agents that are there
+    # Whether an agent may end before its lane, or come back; a batch then has a ``mask`` [*B, T, n] of who is there.
+    comes_and_goes: bool = False
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for wrong names, and TypeError for wrong spaces or a wrong flag."""

@@ -29,6 +29,7 @@ from funcollect.trajectories.split import LANE, MASK, STEP, TRAJECTORY_IDS, chec
 from funcollect.tree import Path, as_path, flatten, moved
 
 _FEWEST = 32  # rows in one call of a network in JAX
+_DONE: tuple[Path, ...] = (("done",), ("next", "done"))
 _Outputs = Callable[[Any, Leaves], Mapping[str, Any]]  # from parameters and rows [N, ...] to the outputs by name
 
 
@@ -75,7 +76,8 @@ def next_values(
         mend = "return the value from the network, pass key=, make the policy with record_state=True"
         raise ValueError(f"the batch lacks {lacking}, expected {wanted}: {mend}")
     acting.check_keys(xp, rows, [path, LANE, STEP, *needed])
-    rows = {each: rows[each] for each in {path, LANE, STEP, TRAJECTORY_IDS, MASK, TIME_MAJOR, *needed} if each in rows}
+    known = {path, LANE, STEP, TRAJECTORY_IDS, MASK, TIME_MAJOR, *_DONE, *needed}
+    rows = {each: rows[each] for each in known if each in rows}
 
     def values_of(params: Any, rows: Leaves, like: Any) -> Any:
         """The values of the next observations of rows [N, ...], with the last dimensions and the dtype of `like`."""
@@ -139,6 +141,8 @@ def _from_next_rows(xp: Any, path: Path, needed: Sequence[Path], rows: Leaves) -
     by_time, last, tail = turn(value), turn(rows[LANE])[:1], tuple(value.shape[len(lead) :])
     values = back(xp.join([by_time[1:], by_time[:1]])).reshape(-1, *tail)
     missing = back(xp.join([acting.breaks(turn, rows), last == last])).reshape(-1)
+    if {*_DONE} <= {*rows}:  # an agent may end while its lane, and so its trajectory id, goes on
+        missing = missing | (rows["next", "done"] & ~rows["done",]).reshape(-1)
     if MASK in rows:
         mask = rows[MASK].reshape(-1)
         missing, values = missing & mask, xp.select(mask, values, values * 0)

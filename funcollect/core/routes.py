@@ -19,18 +19,19 @@ from funcollect.faulty_fusions import avoid_faulty_fusions
 from funcollect.interop.cuda_graph import can_capture
 from funcollect.interop.jax_setup import dispatch_note, import_jax
 from funcollect.messages import kind_of
-from funcollect.policies.base import check_policy
+from funcollect.policies.base import PolicyBase, check_policy
 from funcollect.policies.by_group import GroupPolicy
 from funcollect.policies.by_player import PlayerPolicy
 from funcollect.policies.jax_functions.jax_policy import check_sees_all, is_traceable
 from funcollect.policies.normalized import Normalized, check_statistics
 from funcollect.policies.population import Population
+from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Backend, Env, Policy, is_env
-from funcollect.specs import ExplorationType
+from funcollect.specs import ActionSpec, ExplorationType, GroupedSpec
 
 _CALL = "what funcollect.Policy has: (params, policy_state, observation, noise, spec, exploration)"
 
@@ -46,6 +47,8 @@ def check_pair(env: Any, policy: Any) -> None:
         raise TypeError(f"env has the backend {env.backend!r}, expected one of {sorted(backends)}")
     if env.backend in ("torch", "jax"):
         check_optional_positive(f"max_episode_steps of {env}", env.max_episode_steps)
+    if isinstance(policy, PolicyBase) and not isinstance(policy, GroupPolicy | RandomPolicy):
+        _check_one_kind(env, env.action_spec)
     policy.check(env.action_spec)
     if env.backend != "jax":
         check_sees_all(policy, repr(env))
@@ -57,6 +60,14 @@ def check_pair(env: Any, policy: Any) -> None:
     remember_spaces(policy, env.observation_space, env.observation_leaves, env.action_spec)
     if isinstance(policy, TorchBacked) and policy.compiler is not None:
         route_of(env, policy)  # raises now if the route that `compile` demands is impossible
+
+
+def _check_one_kind(env: Env, spec: ActionSpec) -> None:
+    """Raise ValueError for groups of discrete and of floating actions, of which one policy would choose the numbers."""
+    if isinstance(spec, GroupedSpec) and any(map(spec.integers_of, spec.groups)):
+        kinds = {name: str(group.action_space) for name, group in spec.groups.items()}
+        what = f"{env} has groups with actions of different kinds, {kinds}, expected a policy for each"
+        raise ValueError(f"{what}: pass funcollect.by_group({{name: policy, …}})")
 
 
 class Route(NamedTuple):

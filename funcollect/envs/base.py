@@ -316,6 +316,8 @@ def adapter_of(env: object) -> str:
     members = {*dir(env)}  # `hasattr` would evaluate properties
     if {"num_envs", "single_observation_space", "single_action_space", "reset", "step"} <= members:
         return "its members are those of a vector environment over tensors: pass it to from_torch_vector_env"
+    if is_of("pettingzoo", env):
+        return "pass the class, or a function that makes one; see funcollect.envs.from_pettingzoo"
     similar = (name for name, (_, needed) in SUITES.items() if members.issuperset(needed) and not is_of("dm_env", env))
     if suite := suite_of(env) or next(similar, None):
         return f"pass it alone to funcollect.envs.from_{suite}, which takes its like, with num_envs= for several lanes"

@@ -123,6 +123,9 @@ def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
                 made.close()
             return adapter(factory, **kwargs)
         return adapter(partial(base.first_then_new, [made], partial(factory, **arguments)), **options)
+    if base.is_of("pettingzoo", made):
+        made.close()
+        return envs.from_pettingzoo(partial(factory, **arguments), **options)
     base.refuse_foreign(made)
     if not isinstance(made, (Env, str, EnvSpec, VectorEnv, Sequence)) and base.suite_of(made) is None:
         known = "an Env, a gymnasium.Env or anything else that make_env takes: return the environment"

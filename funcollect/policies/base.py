@@ -200,6 +200,11 @@ def policies_of(policy: Any) -> list[Any]:
     return [*(policy.policies.values() if isinstance(policy, PolicyBase) else ())] or [policy]
 
 
+def is_flax(module: Any) -> bool:
+    """Whether it is a module of Flax's Linen, whose call needs its parameters."""
+    return any(base.__module__.startswith("flax.linen") for base in type(module).__mro__)
+
+
 def check_policy(policy: Any) -> None:
     """Raise TypeError unless `policy` is a policy."""
     if is_policy(policy):

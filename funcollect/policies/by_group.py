@@ -54,7 +54,7 @@ def by_group(policies: Mapping[str, Policy], *, together: Sequence[str] = ()) ->
     check_kind("policies", policies, Mapping, 'pass for example {"adversary": p, "agent": q}')
     for policy in policies.values():
         check_policy(policy)
-        check_sees_all(policy, "a policy by_group")
+        check_sees_all(policy, "a policy by_group", "one that acts alone, for every agent")
     if dotted := [name for name in policies if "." in name]:
         raise ValueError(f"policies has the names {dotted}, expected no dots: give the environment other groups=")
     check_keys("together", together, "agent")
@@ -160,6 +160,7 @@ class GroupPolicy(PolicyBase):
         self._sizes = sizes
         for name, policy in self.policies.items():
             policy.check(self.spec_of(name, spec))
+        self.parts(spec)  # which refuses policies that take keys
 
     @override
     def noise(self, spec: Any, /) -> Noise | None:

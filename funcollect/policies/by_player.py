@@ -53,7 +53,7 @@ def by_player(policies: Sequence[Policy]) -> PlayerPolicy:
     check_kind("policies", policies, (list, tuple), "pass one for each player, in their order, such as [p, q]")
     for policy in policies:
         check_policy(policy)
-        check_sees_all(policy, "a policy by_player")
+        check_sees_all(policy, "a policy by_player", "one that acts alone, for every player")
     if not policies:
         raise ValueError("policies is empty, expected one for each player: pass for example [p, q]")
     return PlayerPolicy({str(number): policy for number, policy in enumerate(policies)}, ())

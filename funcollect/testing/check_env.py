@@ -111,6 +111,8 @@ def groups(trial: Trial) -> None:
             present = node[name, PRESENT] if group.comes_and_goes else ~gone
             expect_rows(gone & present, f"{what}.{PRESENT}", present, "False for agents that are done")
         left = left & ~present.any(-1)
+        ends_alone = gone & ~trial.done[..., None] & (not group.comes_and_goes)
+        expect_rows(ends_alone, f"next.{name}.done", gone, "False before the lane's end, as comes_and_goes is False")
         absent = ~batch[name, PRESENT] if group.comes_and_goes else torch.zeros_like(gone)
         expect_rows(absent[..., None] & (reward != 0), f"next.{name}.reward", reward, "0 for absent agents")
     wrong = ~torch.isclose(total, batch["next", "reward"], rtol=1e-4, atol=1e-4)

@@ -155,7 +155,8 @@ def _check_values(name: str, values: Any, floating: bool, shape: tuple[int, ...]
     got, shape = tuple(values.shape), tuple(shape)
     if got != shape:
         mends = {shape[:-1]: f"pass {name}[..., None]", (*shape, 1): f"pass {name}[..., 0]"}
-        mend = mends.get(got, "pass one value for each reward")
+        groups = "; of agents or players, pass the batch of agents_as_rows, or of player_trajectories"
+        mend = mends.get(got, f"pass one value for each reward{groups if len(got) > 2 else ''}")
         raise ValueError(f"{name} has shape {list(got)}, expected {list(shape)} as next.reward: {mend}")
 
 

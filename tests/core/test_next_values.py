@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.modules import LSTMModule
@@ -128,6 +129,32 @@ def test_values_in_jax_inside_and_outside_of_jit_and_vmap(recurrent):
     arrays = fc.interop.to_jax(batch.contiguous())
     assert fc.next_values(policy, None, arrays).shape == (3, 40, 1)
     np.testing.assert_allclose(fc.next_values(policy, None, arrays)[..., 0], second(policy.params, arrays), atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_values_of_agents_that_end_before_their_lane(backend):
+    group = fc.envs.Group(("a", "b"), spaces.Box(-9, 99, (1,)), spaces.Discrete(2), comes_and_goes=True)
+
+    def seen(t):
+        return t, {"red": jnp.stack([t, 10 * t])[:, None].astype(jnp.float32)}
+
+    def step(key, t, action, params):
+        over = {"red": t + 1 >= jnp.array([3, 5])}
+        return *seen(t + 1), {"red": jnp.ones(2)}, {"red": jnp.zeros(2, bool)}, over
+
+    env = fc.envs.from_functions(lambda *_: seen(jnp.int32(0)), step, groups={"red": group}, num_envs=2)
+    weights, make = (torch.ones(1, 2), fc.torch_policy) if backend == "torch" else (jnp.ones((1, 2)), fc.jax_policy)
+
+    def network(*args):
+        return {"logits": args[-1] @ weights, KEY: args[-1] + 100}
+
+    policy = make(network, *[None] * (backend == "jax"), head=fc.heads.categorical)
+    team = fc.by_group({"red": policy})
+    rows = fc.agents_as_rows(fc.rollout(env, team, fc.init(env, team, seed=0), 13)[1], "red")
+    found = fc.next_values(policy, None, rows if backend == "torch" else fc.interop.to_jax(rows))
+    found, there = torch.tensor(found.tolist()), ~rows["done"]
+    assert torch.equal(found[there], rows["next", "observation"][there] + 100)
+    assert found[0, 0, 2] == 103
 
 
 def test_other_counts_of_ends_compile_nothing():

@@ -356,6 +356,8 @@ def test_agents_of_a_batch_have_their_ends_however_it_is_collected(options):
     (lambda: fc.evaluate_actions(fc.by_group(head(jax_policy(3))), None, {}), TypeError, "made of policies.*agents_as"),
     (lambda: collect(made(), fc.by_group({"ant": jax_policy(2)}), 3), ValueError, r"the groups \['ant', 'bee'\]"),
     (lambda: collect(fc.make_env("CartPole-v1"), fc.by_group(head(jax_policy(3))), 3), ValueError, "no groups of"),
+    (lambda: fc.gae(batch := collect(made(), fc.random_policy(made()), 3), *2 * [batch["next", "ant", "reward"]]),
+     ValueError, "the batch of agents_as_rows"),
 ])  # fmt: skip
 def test_errors(do, error, says):
     with pytest.raises(error, match=says):

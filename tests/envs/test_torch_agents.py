@@ -1,5 +1,6 @@
 """Agents in Torch: groups beside a raw loop of one lane, one policy for each group, on every route."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
@@ -208,6 +209,8 @@ class NoKey(Field):
      r"reward of 'ant' that step of Broken returned is float32 \[3, 1\], expected \[3, 2\], a number for each"),
     (broken(terminated=lambda flags: flags | {"bee": flags["bee"] + 0.0}), fc.EnvError, "flag of 'bee' .* bool"),
     (broken(truncated=lambda flags: False), fc.EnvError, r"flag of 'ant' .* is bool \[\], expected \[3, 2\]"),
+    (lambda: fc.init(TwoKinds(), fc.torch_policy(mlp(3, 2), head=fc.heads.normal), seed=0), ValueError,
+     r"kinds.*by_group"),
 ])  # fmt: skip
 def test_errors(do, error, says):
     with pytest.raises(error, match=says):
@@ -291,3 +294,10 @@ def test_groups_of_discrete_and_of_floating_actions(make, kind):
         assert (batch["bee", "action_log_prob"][:, :4] == -np.log(4).astype(np.float32)).all()
     if make is IN_TORCH:
         assert "groups" in fc.testing.check_env(make(), steps=30).passed
+
+
+def test_a_check_finds_agents_that_end_before_their_lane_without_a_mask():
+    early = {name: replace(group, comes_and_goes=False) for name, group in GROUPS.items()}
+    made = type("Early", (Field,), {"groups": early})
+    with pytest.raises(fc.CheckError, match=r"fails 'groups'.*False before the lane's end, as comes_and_goes is False"):
+        fc.testing.check_env(made, num_envs=3, steps=30)

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import linen
 from gymnasium import spaces
 from torch import nn
 
@@ -38,6 +39,13 @@ UNMADE = HEADS.epsilon_greedy
     ("a class to collect with", lambda: collector(nn.Linear), TypeError, "policy is the class Linear … build it"),
     ("a bare module", bare, TypeError, "policy is Linear … expected a Policy … wrap a module with"),
     ("Torch for JAX", lambda: fc.jax_policy(linear(), {}), TypeError, f"apply is Linear … {APPLY} … torch_policy"),
+    ("Flax for JAX", lambda: fc.jax_policy(linen.Dense(2), {}), TypeError, f"apply is … {APPLY} … Flax module's apply"),
+    (
+        "Flax for Torch",
+        lambda: fc.torch_policy(linen.Dense(2)),
+        TypeError,
+        "Flax's Dense … apply to jax_policy",
+    ),
     ("no head yet", lambda: fc.torch_policy(linear(), head=UNMADE), TypeError, "head is … expected one … greedy(0.1"),
     ("no device", lambda: fc.torch_policy(linear(), device="cuda:77"), ValueError, "device is 'cuda:77' … 'cpu'"),
 )

@@ -56,13 +56,17 @@ class JaxEnvBase(PureEnvBase):
 
     backend: Literal["jax"] = "jax"
     starts: Starts = "fresh"
-    default_params: Any = None
     param_keys: Sequence[str] = ()
 
     def __init__(self, num_envs: int | None = None) -> None:
         super().__init__(num_envs)
         if self.groups:
             self.observation_space = as_delivered(self.observation_space)
+
+    @property
+    def default_params(self) -> Any:
+        """The `params` that the environment was made with."""
+        return self.params
 
     @abstractmethod
     def reset(self, key: Any, params: Any, /) -> tuple[Any, Any]:

@@ -65,9 +65,10 @@ def jax_policy(
     >>> import jax.numpy as jnp, funcollect as fc
     >>> policy = jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
     """
-    if isinstance(apply, (type, torch.nn.Module)) or not callable(apply):
+    if isinstance(apply, (type, torch.nn.Module)) or not callable(apply) or base.is_flax(apply):
         what = f"apply is {shown(apply)}, expected a function (params, observation) -> answer"
-        raise TypeError(f"{what}: pass one, or wrap a Torch module with funcollect.torch_policy")
+        mend = "pass one, such as a Flax module's apply, or wrap a Torch module with funcollect.torch_policy"
+        raise TypeError(f"{what}: {mend}")
     recurrent = initial_state is not None
     named = random_parameter(apply)
     check_flags(record_state=record_state, reads_env_state=reads_env_state)
@@ -98,12 +99,11 @@ def reads_env_state(policy: Policy) -> bool:
     return isinstance(policy, FunctionPolicy) and policy.reads_env_state
 
 
-def check_sees_all(policy: Policy, where: str) -> None:
-    """Raise TypeError for a policy that reads the environment's state where there is none in JAX."""
+def check_sees_all(policy: Policy, where: str, expected: str = "an environment written in JAX") -> None:
+    """Raise TypeError for a policy that reads the environment's state where it does not get one in JAX."""
     if reads_env_state(policy):
         what = f"the policy reads the environment's state (reads_env_state=True), but acts in {where}"
-        mend = "make one (funcollect.envs), or leave reads_env_state out"
-        raise TypeError(f"{what}, expected an environment written in JAX: {mend}")
+        raise TypeError(f"{what}, expected {expected}: pass that, or leave reads_env_state out")
 
 
 class FunctionPolicy(base.HeadedPolicy):
@@ -187,7 +187,7 @@ class FunctionPolicy(base.HeadedPolicy):
 
     @override
     def actor(self, inputs: ActorInputs, /) -> Actor:
-        check_sees_all(self, "a loop or a check without one")
+        check_sees_all(self, "a loop or a check without one", "a rollout in an environment written in JAX")
         if isinstance(import_jax().tree.leaves(inputs.observation)[0], Tensor):
             return base.ProtocolActor(self, inputs, self._over_tensors(inputs))
         return JaxActor(self, inputs)

@@ -20,7 +20,7 @@ from funcollect.arguments import check_call
 from funcollect.interop.memo import memo_of
 from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
 from funcollect.messages import clipped, name_of, shown
-from funcollect.policies.base import HeadedPolicy
+from funcollect.policies.base import HeadedPolicy, is_flax
 from funcollect.policies.torch_modules.settings import ModuleSettings
 from funcollect.policies.torch_modules.skeleton import FunctionModule, Skeleton, modules_of
 from funcollect.policies.weights import check_shapes
@@ -52,6 +52,8 @@ def check_module(
     """Raise unless `module`, an instance, takes so many arguments, and `compiler` is None or one of `compilers`."""
     if isinstance(module, type) or not callable(module):
         raise TypeError(f"module is {shown(module)}, expected {expected}: pass an instance")
+    if is_flax(module):
+        raise TypeError(f"module is Flax's {type(module).__name__}, expected {expected}: pass its apply to jax_policy")
     check_call("module", module, expected, arguments)
     if compiler == "callback":
         mend = "leave compile out, to call a module that cannot be lowered, or pass 'xla'"
