@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,8 @@ class Checkpoint:
         gradients, so that an optimizer over them still applies. `step` selects the checkpoint, by default the latest. A
         run that continues from an earlier one must save into another directory, because here its steps would not come
         after the latest. `episodes` is as in the collector's `restore`. Returns the plain values, ``"step"``, and
-        ``"policy"`` and ``"optimizer"`` if they were passed: the same objects, or pytrees with the saved leaves.
+        ``"policy"`` and ``"optimizer"`` if they were passed: the same objects, or pytrees with the saved leaves. If a
+        collector is restored without other parts that were saved, a UserWarning names these.
 
         Raises FileNotFoundError if there is no such checkpoint, or it lacks one of these objects, and ValueError for a
         damaged file, another version, or an object that was built differently. After an exception some objects may
@@ -163,9 +165,13 @@ class Checkpoint:
         path = self._path(found)
         data = read_data(path / "values", _KIND)
         given = {"policy": policy, "optimizer": optimizer, "collector": collector, "buffer": buffer}
+        saved_parts = {name for name in given if data["parts"].get(name) is not None or (path / name).exists()}
         for name in (name for name, part in given.items() if part is not None):
-            if data["parts"].get(name) is None and not (path / name).exists():
+            if name not in saved_parts:
                 raise FileNotFoundError(f"{path} has no {name}: leave it out, or save it")
+        if collector is not None and (missing := sorted(name for name in saved_parts if given[name] is None)):
+            what = f"{path} also has {missing}, which were not passed: the run goes on with those that it has"
+            warnings.warn(f"{what}; pass {'=, '.join(missing)}= to restore them", stacklevel=2)
         parts = {name: given[name] for name in ("policy", "optimizer") if given[name] is not None}
         for name, part in parts.items():
             current, saved = layouts = [_layout(plain) for plain in (_saved(part), data["parts"][name])]

@@ -83,6 +83,8 @@ def test_the_latest_are_kept_and_any_of_them_can_be_restored(own, tmp_path):
         assert values["nested"] == {"x": (1, 2)}
         assert len(own["buffer"]) == own["collector"].frames
     assert checkpoint.restore()["best"] == 300
+    with pytest.warns(UserWarning, match=r"also has \['buffer', 'optimizer'\], which were not passed"):
+        checkpoint.restore(collector=own["collector"], policy=own["policy"])
 
 
 def test_episodes_that_were_unfinished_are_counted_in_full(tmp_path):

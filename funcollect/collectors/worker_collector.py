@@ -273,9 +273,9 @@ class WorkerCollector(CollectorBase):
 
         They are the number of ``workers``, those that are ``workers_alive``, the ``worker_frames`` that they have
         collected, the seconds ``reader_waited`` in which your process waited for the workers, ``workers_waited`` in
-        which workers waited for it, summed over workers, ``policy_lag``, the versions of the weights that the last
-        batch was behind, ``restarts`` of workers, ``lost_frames`` with them, and ``copies``, the batches delivered as
-        copies.
+        which workers waited for it, summed over workers, ``policy_lag``, by how many versions the weights of the last
+        batch are older than the latest ones by now, ``restarts`` of workers, ``lost_frames`` with them, and ``copies``,
+        the batches delivered as copies.
 
         With ``workers="both"`` there are also ``worker_0/frames``, ``worker_0/batches`` and so on, which each worker
         has collected, with ``"per_worker"`` these alone. No worker is waited for, so TorchRL's `timeout` has no effect.

@@ -212,6 +212,8 @@ def check_policy(policy: Any) -> None:
     if is_env(policy):
         raise TypeError(f"policy is the environment {type(policy).__name__}, expected a Policy: env comes first")
     mend = "wrap a module with funcollect.torch_policy, a JAX function with funcollect.jax_policy"
+    if hasattr(policy, "in_keys"):  # a TensorDictModule
+        mend = "wrap it with funcollect.tensordict_policy"
     if not isinstance(policy, type) and (hasattr(policy, "prepare") or hasattr(policy, "backend")):
         missing = [name for name in vars(Policy) if not name.startswith("_") and not hasattr(policy, name)]
         mend = f"it lacks {missing}: derive from funcollect.PolicyBase, which has all but backend, params and the call"
