@@ -224,7 +224,8 @@ def record(
     """Film whole episodes of a policy as a GIF or an MP4; return statistics of those that ended.
 
     With the same seed, `evaluate` runs the same episodes; of several lanes, the first one's are filmed. The film shows
-    each episode from its reset on, one picture for that and one for each step (a GIF joins equal ones). The file is written only if all goes well.
+    each episode from its reset on, one picture for that and one for each step (a GIF joins equal ones). The file is
+    written only if all goes well.
 
     Args:
         env: the environment; of several, the first is filmed, and all take steps. Gymnasium's have to render arrays:

@@ -260,7 +260,5 @@ def no_info_key(lane: int, key: str, info: Any) -> EnvError:
     """The EnvError for a lane whose step returned no info of this name."""
     if not isinstance(info, Mapping):
         return EnvError(f"lane {lane}: step returned the info {shown(info)}, expected a dict: return one")
-    mend = (
-        f"there are {info_names(info)}; name one that every step returns, or add it to all steps in a gymnasium.Wrapper"
-    )
+    mend = f"there are {info_names(info)}; name one that every step returns, or add it in a gymnasium.Wrapper"
     return EnvError(f"lane {lane}: step returned no info key {key!r}, which info_keys names: {mend}")
