@@ -101,5 +101,7 @@ def _with_goals(drawn: SampleIndices, which: Ints, reward: Reward, batch: Any) -
         raise TypeError(f"{what}: return an array") from error
     if new.numel() != len(rows) * rewards[:1].numel():
         raise ValueError(f"reward returned shape {list(new.shape)} for {len(rows)} frames: return one for each")
+    if new.isnan().any():
+        raise ValueError(f"reward returned NaN for {int(new.isnan().sum())} of {len(rows)} frames: return numbers")
     rewards[rows] = new.to(rewards).reshape(len(rows), *rewards.shape[1:])
     return frames

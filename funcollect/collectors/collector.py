@@ -305,6 +305,7 @@ class CollectorBase(RunOptions, InUse, ABC):
             if self.replay_buffer is not None:
                 return self._fill_buffer()
             if self._unwritten:  # the buffer of `start` has refused it
+                self._check_ready()
                 return self._unwritten.pop()
             count = self.trajs_per_batch
             return self._delivered(self._next_frames() if count is None else self._next_trajectories(count))

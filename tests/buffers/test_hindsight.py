@@ -195,6 +195,7 @@ BAD = {
     "frames have no .*desired_goal.*, they have": lambda: drawn(frames().exclude("desired_goal")),
     "take the batch before MultiStep": lambda: drawn(fc.MultiStep(gamma=1.0, n_steps=2)(frames())),
     r"reward returned shape \[\] for": lambda: drawn(reward=lambda achieved, goal, rows: 1.0),
+    "reward returned NaN for": lambda: drawn(reward=lambda achieved, goal, rows: achieved[:, 0] * np.nan),
     "has no collector.traj_ids or episode": lambda: drawn(frames().exclude("collector", ("next", "done"))),
     "the frames are dict, which have no goals": lambda: drawn({"episode": torch.zeros(9)}),
 }
