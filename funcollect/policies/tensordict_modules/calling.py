@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from funcollect.arguments import check_arrays
 from funcollect.errors import PolicyError
 from funcollect.keys import generator_state, generator_states, set_generator_states, torch_generator
+from funcollect.messages import note_arguments
 from funcollect.specs import map_leaves
 from funcollect.tree import Path, as_path, flatten, key_of, nest, to_tensordict
 
@@ -68,6 +69,11 @@ def run_module(
             raise
         what = f"the policy reads the in_keys {names_of(wanted)}, the environment gives {names_of(inputs)}"
         raise PolicyError(f"{what}: name these") from error
+    except Exception as error:
+        note_arguments(error, "the policy's module", ({".".join(path): leaf for path, leaf in inputs.items()},))
+        if not size:
+            error.add_note("without num_envs there is no dimension of lanes: make the environment with num_envs=1")
+        raise
     if not isinstance(answer, TensorDictBase):
         raise PolicyError(f"the policy returned {type(answer).__name__}, expected the TensorDict: return it")
     return with_action({path: leaf for path, leaf in flatten(answer).items() if path not in read})

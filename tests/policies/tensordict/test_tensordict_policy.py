@@ -244,3 +244,12 @@ def test_a_start_that_is_drawn_at_random_is_refused():
     with pytest.raises(ValueError, match=r"ConsistentDropoutModule draws the initial state.* initial_state="):
         fc.SyncDataCollector("CartPole-v1", module, frames_per_batch=8)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_exception_of_a_module_tells_what_it_was_called_with():
+    pictures = TensorDictModule(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), ["observation"], ["action"])
+    with pytest.raises(IndexError) as error:
+        run(fc.make_env("CartPole-v1"), fc.tensordict_policy(pictures), 5)
+    notes = "; ".join(error.value.__notes__)
+    assert "the policy's module was called with ({observation: float32 [4]})" in notes
+    assert "make the environment with num_envs=1" in notes
