@@ -19,13 +19,12 @@ from funcollect.faulty_fusions import avoid_faulty_fusions
 from funcollect.interop.cuda_graph import can_capture
 from funcollect.interop.jax_setup import dispatch_note, import_jax
 from funcollect.messages import kind_of
-from funcollect.policies.base import PolicyBase, check_policy
+from funcollect.policies.base import HeadedPolicy, check_policy
 from funcollect.policies.by_group import GroupPolicy
 from funcollect.policies.by_player import PlayerPolicy
 from funcollect.policies.jax_functions.jax_policy import check_sees_all, is_traceable
 from funcollect.policies.normalized import Normalized, check_statistics
 from funcollect.policies.population import Population
-from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.policies.torch_modules.torch_backed import TorchBacked
@@ -47,7 +46,7 @@ def check_pair(env: Any, policy: Any) -> None:
         raise TypeError(f"env has the backend {env.backend!r}, expected one of {sorted(backends)}")
     if env.backend in ("torch", "jax"):
         check_optional_positive(f"max_episode_steps of {env}", env.max_episode_steps)
-    if isinstance(policy, PolicyBase) and not isinstance(policy, GroupPolicy | RandomPolicy):
+    if isinstance(policy, HeadedPolicy):
         _check_one_kind(env, env.action_spec)
     policy.check(env.action_spec)
     if env.backend != "jax":
