@@ -269,14 +269,16 @@ def test_what_the_buffer_of_a_thread_refuses_comes_first_afterwards(again):
                 raise OSError("full")
             written.append(batch)
 
-    collector = fc.Collector(ENV, **FRAMES, total_frames=200)
-    collector.start(Full())
-    with pytest.warns(RuntimeWarning, match="no longer filled"), pytest.raises(OSError, match="full"):
-        collector.join()
-    assert collector.frames == 80
-    if again == "start":
+    def run():
         collector.start(Full())
         collector.join()
+
+    collector = fc.Collector(ENV, **FRAMES, total_frames=200)
+    with pytest.warns(RuntimeWarning, match="no longer filled"), pytest.raises(OSError, match="full"):
+        run()
+    assert collector.frames == 80
+    if again == "start":
+        run()
     else:
         written += collector
     frames = torch.cat(written)["collector"]

@@ -33,8 +33,10 @@ class Misuse(NamedTuple):
 
 
 def table(*misuses):
-    """A case for each tuple of what a `Misuse` has."""
-    return pytest.mark.parametrize("misuse", [pytest.param(Misuse(*each), id=each[0]) for each in misuses])
+    """A case for each tuple of what a `Misuse` has; those whose names begin with TorchRL need that."""
+    needs = {True: [pytest.mark.needs("torchrl")], False: []}
+    cases = [pytest.param(Misuse(*each), id=each[0], marks=needs[each[0].startswith("TorchRL")]) for each in misuses]
+    return pytest.mark.parametrize("misuse", cases)
 
 
 @contextmanager

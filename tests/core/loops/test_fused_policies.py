@@ -252,7 +252,7 @@ def test_other_environments_are_refused(name):
     with pytest.raises(TypeError, match=r"reads the environment's state .* expected an environment written in JAX"):
         fc.init(env, planner(), seed=0)
     state = fc.init(env, fc.random_policy(env), seed=0)
-    with pytest.raises(TypeError, match="expected an environment written in JAX"):
+    with pytest.raises(TypeError, match="expected a rollout in an environment written in JAX"):
         fc.rollout(env, planner(), state, 2)
 
 

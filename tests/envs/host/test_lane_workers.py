@@ -47,6 +47,7 @@ DATA = [(name, SPREAD[name != "TorchRL's"]) for name in SOURCES if name != GAME]
 DATA += [(FEW[0], SPREAD[2]), (FEW[1], SPREAD[0])]
 DATA += in_soak((name, spread) for name in SOURCES for spread in SPREAD if (name, spread) not in DATA)
 DATA = [(*each, "random") for each in DATA] + [("CartPole-v1", SPREAD[0], kind) for kind in ("torch_mlp", "jax_mlp")]
+DATA = [pytest.param(*each, marks=[pytest.mark.needs("torchrl")] * (each[0] == "TorchRL's")) for each in DATA]
 
 
 @pytest.mark.parametrize(("name", "spread", "kind"), DATA, ids=str)
@@ -203,7 +204,8 @@ def over_two(what, says, env="CartPole-v1", error=ValueError, **kwargs):
     over_two("too many ready", "min_ready is 5, expected at most num_envs=4 … fewer", wait="any", min_ready=5),
     given("a vector's wait", "wait, min_ready cannot … with a VectorEnv … leave", VECTOR(), wait="any", min_ready=1),
     over_two("TorchRL's", "SerialEnv, which is a batch of 2 already … a factory of a single", serial, num_envs=2),
-    *(over_two("old", f"overlap {OLD}", env, TypeError, overlap=2) for env in ("ale/Pong", Nested, transformed)),
+    *(over_two("old", f"overlap {OLD}", env, TypeError, overlap=2) for env in ("ale/Pong", Nested)),
+    over_two("TorchRL's, old", f"overlap {OLD}", transformed, TypeError, overlap=2),
     *(over_two("old", f"on_failure {OLD}", env, TypeError, on_failure="restart") for env in ("ale/Pong", Nested)),
     *(("a number", partial(fc.envs.from_gymnasium, env, parallel=True), TypeError, KIND) for env in (3, [CARTPOLE, 3])),
     ("other spaces", lambda: runs(fc.make_env(UNEQUAL, num_workers=2)), ValueError, "lane 1 has the obs … use equal"),
