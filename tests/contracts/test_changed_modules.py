@@ -31,7 +31,7 @@ def assert_acts(net, batch, what):
     assert torch.equal(batch["action"], batch["logits"].argmax(-1)), what
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # Inductor's import
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # Inductor's import
 @pytest.mark.filterwarnings("ignore:(Tensor)?Net writes its buffers .*weight.0._u:UserWarning")  # a spectral norm
 @pytest.mark.parametrize("loop", LOOPS)
 def test_every_change_acts_at_the_next_rollout(loop):

@@ -19,7 +19,7 @@ from tests.support.running import SCALE, in_soak
 SEED, LANES, STEPS, HIDDEN = 3, 16, 125, 32
 ROLLOUTS = 250 if SCALE > 1 else 2
 DECISIONS = ROLLOUTS * LANES * STEPS
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # Inductor
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # Inductor
 PATHS = [  # the environment's kind and the policy: its way of running, or "jax"
     *((kind, way) for kind in ("host", "torch") for way in ("eager", "xla", "inductor", "jax")),
     *(("jax", way) for way in ("eager", "inductor", "xla", "jax", "traced")),

@@ -26,7 +26,7 @@ from tests.support.misuse import Rigged
 from tests.support.policies import Lean
 from tests.support.running import once
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch.compile's imports
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")  # of torch.compile's imports
 
 LANES = 3
 

@@ -90,7 +90,7 @@ def test_a_copy_in_another_process_looks_by_itself():
     assert settings.number == before
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:Lazy modules:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:Lazy modules:UserWarning")
 ENVS = ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"]
 
 

@@ -132,7 +132,7 @@ def net():
         return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Dropout(0.9), nn.Linear(3, 2)).eval()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # Inductor's import
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # Inductor's import
 def test_compiled_is_eager_within_rounding_and_weights_are_live():
     env, module = fc.make_env("CartPole-v1", num_envs=3), net()
     policy, eager = (fc.torch_policy(module, head=fc.heads.categorical, compile=way) for way in ("inductor", None))
