@@ -71,12 +71,13 @@ class _Filler:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread is at work or paused."""
-        return not self._ended.is_set()
+        """Whether the thread was started, and has not ended."""
+        return self.thread.ident is not None and not self._ended.is_set()
 
     def join(self) -> None:
         """Wait for the end. Before Python 3.13, a thread whose `join` was interrupted counts as ended."""
-        self._ended.wait()
+        if self.alive:
+            self._ended.wait()
         self.thread.join()
 
     def _fill(self) -> bool:

@@ -44,8 +44,8 @@ def check_hook(name: str, hook: Any) -> None:
         check_function(name, hook, ("a function without arguments", "a function of a batch")[HOOKS[name]], HOOKS[name])
 
 
-def check_statistics(update_statistics: bool, policy: Any) -> None:
-    """Raise TypeError if the statistics of a policy are to be updated that has none."""
+def check_updated(update_statistics: bool, policy: Any) -> None:
+    """Raise TypeError if `update_statistics` was asked for with a policy that has none."""
     if update_statistics and not isinstance(policy, Normalized):
         what = f"update_statistics is True, but the policy is {type(policy).__name__}, which has no statistics"
         mend = "pass the result of funcollect.normalized(policy, stats) as policy, without lower_policy or"

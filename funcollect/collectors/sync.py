@@ -24,7 +24,7 @@ from funcollect.collectors.options import (
     RunnerOptions,
     RunnerSpec,
     SourceOptions,
-    check_statistics,
+    check_updated,
     options_of,
 )
 from funcollect.core import api
@@ -91,7 +91,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         source = RunnerSpec(**{each.name: getattr(self, each.name) for each in fields(RunnerSpec)})
         self._build(source, options_of(self))
         try:
-            check_statistics(self.update_statistics, self.policy)
+            check_updated(self.update_statistics, self.policy)
             if self.warning:
                 warnings.warn(self.warning, stacklevel=4)
         except BaseException:

@@ -19,7 +19,7 @@ from funcollect import arguments
 from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.in_use import exclusive
 from funcollect.collectors.keywords import collector
-from funcollect.collectors.options import HOOKS, Device, Options, check_hook, check_statistics
+from funcollect.collectors.options import HOOKS, Device, Options, check_hook, check_updated
 from funcollect.collectors.sync import given_weights
 from funcollect.collectors.workers.gathering import Join, Means
 from funcollect.collectors.workers.run import WorkerRun
@@ -93,7 +93,7 @@ class WorkerCollector(CollectorBase):
             raise ValueError(f"{what}: call the module once with an observation before")
         if is_policy(self.policy):
             check_given(self.policy, options.exploration)
-        check_statistics(self.update_statistics, self.policy)
+        check_updated(self.update_statistics, self.policy)
 
     def _launch(
         self, jobs: Sequence[Job], means: Means, join: Join | None, *, ahead: int, level: int, grace: float = 0.0
